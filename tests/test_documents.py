@@ -578,7 +578,8 @@ STYLES = (
     '<w:style w:type="paragraph" w:styleId="HPToo"><w:basedOn w:val="HP"/></w:style>'
     '<w:style w:type="paragraph" w:styleId="Was"><w:rPr><w:rPrChange><w:rPr><w:vanish/></w:rPr></w:rPrChange></w:rPr>'
     "</w:style>"
-    '<w:style w:type="table" w:styleId="T"><w:tblStylePr><w:rPr><w:vanish/></w:rPr></w:tblStylePr></w:style></w:styles>'
+    '<w:style w:type="table" w:styleId="T"><w:tblStylePr><w:rPr><w:vanish/></w:rPr></w:tblStylePr></w:style>'
+    '<w:style w:type="table" w:styleId="HT"><w:rPr><w:vanish/></w:rPr></w:style></w:styles>'
 )
 
 
@@ -606,10 +607,19 @@ def test_text_that_a_style_hides_is_left_out() -> None:
     unhidden = run("HIDDEN", '<w:vanish w:val="0"/>')
     body += f"<w:p>{styled(f'</w:t><w:txbxContent><w:p>{unhidden}</w:p></w:txbxContent><w:t>', 'Hid')}</w:p>"
     cells = [paragraph("HP", run("HIDDEN")), p("in a cell")]
-    body += f"<w:tbl>{''.join(f'<w:tr><w:tc>{cell}</w:tc></w:tr>' for cell in cells)}</w:tbl>"
+    for style in ("T", "HT"):
+        before = '<w:tblPrChange><w:tblPr><w:tblStyle w:val="None"/></w:tblPr></w:tblPrChange>'
+        properties = f'<w:tblPr><w:tblStyle w:val="{style}"/>{before}</w:tblPr>'
+        body += f"<w:tbl>{properties}{''.join(f'<w:tr><w:tc>{cell}</w:tc></w:tr>' for cell in cells)}</w:tbl>"
+        cells = [
+            paragraph("HP", run("toggled")),
+            p("HIDDEN"),
+            f"<w:tbl><w:tr><w:tc>{p('nested')}</w:tc></w:tr></w:tbl>",
+        ]
+    body += p("after it")
     header = f"<w:hdr {W}>{paragraph('HP', run('HIDDEN'))}{p('head')}</w:hdr>"
     assert text_of(word(body, styles=STYLES, header=header)).split("\n\n") == (
-        ["head", "abcde", "f", "x+y", "g", "h", "i", "in a box", "in a cell"]
+        ["head", "abcde", "f", "x+y", "g", "h", "i", "in a box", "in a cell", "toggled", "nested", "after it"]
     )
 
 

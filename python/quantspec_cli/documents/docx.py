@@ -31,7 +31,7 @@ _COMPATIBILITY = "http://schemas.openxmlformats.org/markup-compatibility/2006 "
 # Elements whose content is not shown: deletions, previous properties, tab stops, field codes.
 _UNSEEN = frozenset(
     {
-        *("w:del", "w:moveFrom", "w:pPrChange", "w:rPrChange", "w:trPrChange", "w:tcPrChange"),
+        *("w:del", "w:moveFrom", "w:pPrChange", "w:rPrChange", "w:tblPrChange", "w:trPrChange", "w:tcPrChange"),
         *("w:tabs", "w:instrText", "w:delText"),
     }
 )
@@ -124,10 +124,10 @@ class _Styles(dict[str, _Style]):
     default = ""
     hidden = False
 
-    def hides(self, paragraph: str, run: str) -> bool:
-        """True if text with these styles is hidden. Each of the two toggles the property, as in Word."""
+    def hides(self, table: str, paragraph: str, run: str) -> bool:
+        """True if text with these styles is hidden. Each of the three toggles the property, as in Word."""
         paragraph = paragraph if paragraph in self else self.default
-        return self.hidden or self._sets_hidden(paragraph) != self._sets_hidden(run)
+        return self.hidden or sum(map(self._sets_hidden, (table, paragraph, run))) % 2 == 1
 
     def _sets_hidden(self, name: str) -> bool:
         return next((style.hidden for _, style in self.chain(name) if style.hidden is not None), False)
@@ -280,6 +280,8 @@ class _Story:
         self._styles = styles
         self._numbering = numbering
         self._notes = notes
+        # The styles of the tables around the current element; "" outside of tables.
+        self._tables = [""]
         # A text box is inside a paragraph and contains paragraphs.
         self._paragraphs: list[_Paragraph] = []
         self._unseen = 0
@@ -329,7 +331,7 @@ class _Story:
                 self._runs.append((paragraph.style, _Run(enclosed=self._is_hidden())))
         elif name == "mc:AlternateContent":
             self._alternatives.append(self._written)
-        elif name in {"w:tbl", "w:tr", "w:tc", "w:gridBefore", "w:gridSpan", "w:footnote", "w:endnote"}:
+        elif name in {"w:tbl", "w:tblStyle", "w:tr", "w:tc", "w:gridBefore", "w:gridSpan", "w:footnote", "w:endnote"}:
             self._in_block(name, values)
         elif self._control is not None:
             self._in_control(self._control, name, values)
@@ -355,7 +357,10 @@ class _Story:
     def _in_block(self, name: str, values: Mapping[str, str]) -> None:
         if name == "w:tbl":
             self._release()
+            self._tables.append("")
             self.blocks.open_table()
+        elif name == "w:tblStyle":
+            self._tables[-1] = _value(values)
         elif name == "w:tr":
             self.blocks.open_row()
         elif name == "w:tc":
@@ -429,6 +434,7 @@ class _Story:
 
     def _end_of_block(self, name: str) -> None:
         if name == "w:tbl":
+            self._tables.pop()
             self.blocks.close_table()
         elif name == "w:tr":
             self.blocks.close_row()
@@ -460,7 +466,7 @@ class _Story:
 
     def _hides(self, paragraph: str, run: _Run) -> bool:
         """True if a run, in a paragraph of this style, is hidden."""
-        return self._styles.hides(paragraph, run.style) if run.hidden is None else run.hidden
+        return self._styles.hides(self._tables[-1], paragraph, run.style) if run.hidden is None else run.hidden
 
     def _write(self, text: str) -> None:
         if self._is_hidden():
