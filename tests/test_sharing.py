@@ -66,6 +66,25 @@ def test_a_waiting_request_is_tried_when_a_sequence_ends(fake: type[fake_native.
     assert fake.room_asked == 1
 
 
+def test_a_score_waits_for_pages_of_its_own() -> None:
+    """It shares none, even with a sequence whose prompt is the same text."""
+    ids = [1, *range(3, 300)]
+    alone = _native.Engine(str(hub.demo()), capacity=400, device="cpu", threads=1).score(ids)
+    # Three of four pages are the sequence's; the text needs two.
+    scheduler = Scheduler(
+        _native.Engine(str(hub.demo()), capacity=400, slots=2, pool_tokens=4 * 128, device="cpu", threads=1), 2
+    )
+    begun = threading.Event()
+    sampling = {**SAMPLING, "max_new_tokens": 100}
+    request = Request(ids, sampling, Text(lambda _: b"", limit=100), lambda _piece, _last: begun.set())
+    scheduler.start()
+    scheduler.submit([request])
+    assert begun.wait(60)
+    assert scheduler.score(ids) == alone
+    assert len(request.text.tokens) == 100
+    scheduler.stop()
+
+
 @pytest.mark.parametrize("method", ["quantspec", "snapkv"])
 def test_questions_about_one_document_have_the_answers_of_each_alone(method: str) -> None:
     prompts = [f"{DOCUMENT}\n\n{question}" for question in QUESTIONS]

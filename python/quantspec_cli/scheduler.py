@@ -323,13 +323,14 @@ class Scheduler:
 
         try:
             with self._engine():
+                # A score shares no pages of its text.
+                if self._running and not self.native.has_room((), len(scoring.ids)):
+                    self._too_large = scoring
+                    return
                 scoring.done.put((self.native.score(scoring.ids, on_progress), None))
         except _CancelledError:
             scoring.deliver(_closed(), True)
         except BaseException as error:
-            if isinstance(error, UsageError) and self._running:
-                self._too_large = scoring
-                return
             scoring.deliver(error if isinstance(error, QuantspecError) else internal(error), True)
         self._waiting.popleft()
 
