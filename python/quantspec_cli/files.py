@@ -47,6 +47,14 @@ def target(path: str | os.PathLike[str]) -> str | None:
         return None
 
 
+def is_below(path: str | os.PathLike[str], folder: str | None) -> bool:
+    """True for a folder, given by its real path, and for all that is below it. None is no folder."""
+    if folder is None:
+        return False
+    real = os.path.realpath(path)
+    return real == folder or real.startswith(folder.rstrip(os.sep) + os.sep)
+
+
 def is_file(path: Path) -> bool:
     """True for a regular file; false for a directory, device or pipe."""
     found = status(path)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import quote
 
+from . import files
 from .errors import FileError, QuantspecError, one_line, reason
 from .sources import JOURNAL, STATE, shown
 
@@ -497,9 +498,8 @@ def foreign(out: Path, outputs: Mapping[str, str], sizes: Mapping[str, int | Non
 def check_place(out: Path, output: str) -> None:
     """Refuses a path below the folder where no answer can be written, before anything is decoded or created there."""
     target = out / output
-    root, place = os.path.realpath(out), os.path.realpath(target.parent)
-    if place != root and not place.startswith(root.rstrip(os.sep) + os.sep):
-        raise FileError(f"{target.parent} leads out of {out}, to {place}", "remove the link")
+    if not files.is_below(target.parent, os.path.realpath(out)):
+        raise FileError(f"{target.parent} leads out of {out}, to {os.path.realpath(target.parent)}", "remove the link")
     # The other folders are created.
     folder = next(folder for folder in target.parents if os.path.lexists(folder))
     if not folder.is_dir():

@@ -137,13 +137,13 @@ def would_find(argument: str, path: str, out: Path) -> bool:
     else:
         return False
     real, left_out = os.path.realpath(path), _left_out(root, out)
-    if _is_below(real, left_out):
+    if files.is_below(real, left_out):
         return False
     # Linked folders are entered, too.
     for below, _ in _folders(root, left_out, ()):
         base = os.path.realpath(below)
         names = Path(os.path.relpath(below, root)).parts + Path(os.path.relpath(real, base)).parts
-        if _is_below(real, base) and _fits(names, parts) and not _enters_output(base, real):
+        if files.is_below(real, base) and _fits(names, parts) and not _enters_output(base, real):
             return True
     return False
 
@@ -203,7 +203,7 @@ def _matches(pattern: str, out: Path) -> Iterator[Source]:
         for path, problem in _expanded(root, parts, left_out)
         if (problem is not None or not os.path.isdir(path))
         and not _is_by_product(os.path.basename(path))
-        and not _is_below(path, left_out)
+        and not files.is_below(path, left_out)
     }
     if not found:
         raise InputError(f"no file matches {pattern}", "check the pattern; ** stands for any folders")
@@ -244,14 +244,7 @@ def _left_out(folder: str, out: Path) -> str | None:
     real = os.path.realpath(out)
     if os.path.realpath(folder) == real:
         raise UsageError(f"--out {out} is also a directory of documents", "name another folder for the answers")
-    return None if _is_below(folder, real) else real
-
-
-def _is_below(path: str, folder: str | None) -> bool:
-    if folder is None:
-        return False
-    real = os.path.realpath(path)
-    return real == folder or real.startswith(folder.rstrip(os.sep) + os.sep)
+    return None if files.is_below(folder, real) else real
 
 
 def _walk(folder: str, left_out: str | None) -> Iterator[Source]:
@@ -288,7 +281,7 @@ def _folders(
         return
     yield folder, entries
     for entry in entries:
-        if _is_directory(entry) and not _is_below(entry.path, left_out) and not _is_output(entry.path):
+        if _is_directory(entry) and not files.is_below(entry.path, left_out) and not _is_output(entry.path):
             yield from _folders(entry.path, left_out, (*above, me))
 
 
