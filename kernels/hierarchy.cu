@@ -58,8 +58,8 @@ WIDE_PLANES(upper, 1, 64, 4, 196904)
   KERNEL __launch_bounds__(256, PER_SM) linear_##VIEW##_##NT(PLANES_ARGUMENTS) {                                       \
     linear_planes<PLANES, NT, DEPTH>(upper, lower, x, reinterpret_cast<const float2*>(xs), y, groups, tiles, n, rows); \
   }
-PLANES_OF(both, 2, 1, 4, 2)
-PLANES_OF(both, 2, 2, 4, 2)
+PLANES_OF(both, 2, 1, 3, 2)
+PLANES_OF(both, 2, 2, 2, 2)
 PLANES_OF(both, 2, 4, 2, 1)
 PLANES_OF(both, 2, 8, 2, 1)
 PLANES_OF(upper, 1, 1, 4, 2)
