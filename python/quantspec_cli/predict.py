@@ -49,7 +49,7 @@ GPU_WEIGHTS: dict[str, dict[str, Sequence[tuple[int, float]]]] = {
         "coarse_weights": ((1, 0.49),),
     },
     "int4": {
-        "weights": ((1, 0.73), *GPU_UPPER),
+        "weights": ((1, 0.64), *GPU_UPPER),
         "draft_weights": ((1, 0.73), *GPU_UPPER),
         "coarse_weights": ((1, 0.49),),
     },
