@@ -2,7 +2,8 @@
 
 use crate::error::{Error, Result};
 use crate::noise::Stream;
-use crate::sample::{Accept, Sampler, argmax, check_left, choose, choose_with_margin, draw, warp};
+use crate::sample::{Accept, Sampler, check_left, choose, choose_with_margin, draw, warp};
+use std::borrow::Cow;
 
 /// Outcome of a round for one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,17 +56,16 @@ impl Q<'_> {
 /// with probability s_γ, and the empty one always. A draw from (s_i · p_{i+1} − q_{i+1})+ follows, or the bonus after all γ. The
 /// emitted tokens are distributed as p (docs/design/rejection.md), even if the drafted ones decide where the draft ends.
 ///
-/// `p(i)` is the target's warped distribution of drafted token i, counted from 0. `position` is that of the first one.
+/// `p`: the target's warped distribution of each drafted token. `position` is that of the first one.
 fn rejection(
     drafted: &[u32],
     q: Q,
-    p: impl Fn(usize) -> Vec<f32>,
+    p: &[Vec<f32>],
     bonus: impl FnOnce() -> u32,
     sampler: &Sampler,
     position: usize,
 ) -> Verdict {
     let gamma = drafted.len();
-    let p: Vec<Vec<f32>> = (0..gamma).map(p).collect();
     let mut shares = vec![1.0];
     for (i, &token) in drafted.iter().enumerate() {
         shares.push(share_after(shares[i], p[i][token as usize], q.at(i, token as usize)));
@@ -108,7 +108,7 @@ pub fn judge_up_to_failure(
     };
     match drafted.last() {
         Some(&last) if known(q) && known(p) => {
-            let verdict = rejection(drafted, Q::Kept(q), |i| p[i].clone(), || last, sampler, position);
+            let verdict = rejection(drafted, Q::Kept(q), p, || last, sampler, position);
             Ok(Verdict { accepted: verdict.accepted.min(drafted.len() - 1), ..verdict })
         }
         _ => Err(Error::internal(format!("{} and {} rows of {} drafted tokens", p.len(), q.len(), drafted.len()))),
@@ -190,13 +190,10 @@ impl Judge {
         rows.push(q);
     }
 
-    /// Judges a slot's drafted tokens, which were drawn from `q`.
-    ///
-    /// `logits` are the target's, one row per window token (γ + 1); `first_position` is that of the first drafted token.
+    /// As [`Judge::judge_rows`], with all rows at once.
     ///
     /// # Errors
-    /// Those of [`check_left`] if no token can be chosen from the logits, [`crate::ErrorKind::Internal`] if rows, tokens and
-    /// kept distributions do not match.
+    /// As [`Judge::judge_rows`].
     pub fn judge(
         &self,
         slot: usize,
@@ -206,33 +203,56 @@ impl Judge {
         sampler: &Sampler,
         first_position: usize,
     ) -> Result<Verdict> {
-        if logits.len() != drafted.len() + 1 {
-            return Err(Error::internal(format!("{} rows for {} drafted tokens", logits.len(), drafted.len())));
+        let rows = logits.iter().map(|row| Ok(Cow::Borrowed(*row)));
+        self.judge_rows(slot, drafted, q, rows, sampler, first_position)
+    }
+
+    /// Judges a slot's drafted tokens, which were drawn from `q`.
+    ///
+    /// `rows` are the target's logits, one row per window token (γ + 1). Each is dropped before the next one is taken: rows
+    /// changed by penalties or a grammar have memory of their own. `first_position` is that of the first drafted token.
+    ///
+    /// # Errors
+    /// Those of `rows`, those of [`check_left`] if no token can be chosen from the logits, [`crate::ErrorKind::Internal`] if
+    /// rows, tokens and kept distributions do not match.
+    pub fn judge_rows<'a>(
+        &self,
+        slot: usize,
+        drafted: &[u32],
+        q: DraftDistribution,
+        rows: impl ExactSizeIterator<Item = Result<Cow<'a, [f32]>>>,
+        sampler: &Sampler,
+        first_position: usize,
+    ) -> Result<Verdict> {
+        let gamma = drafted.len();
+        if rows.len() != gamma + 1 {
+            return Err(Error::internal(format!("{} rows for {gamma} drafted tokens", rows.len())));
         }
-        for row in logits {
-            check_left(row)?;
-            if let Some(token) = drafted.iter().find(|token| **token as usize >= row.len()) {
-                return Err(Error::internal(format!(
-                    "drafted token {token} is outside the vocabulary of {}",
-                    row.len()
-                )));
+        let mut rows = rows.map(|row| {
+            let row = row?;
+            check_left(&row)?;
+            match drafted.iter().find(|token| **token as usize >= row.len()) {
+                Some(token) => {
+                    Err(Error::internal(format!("drafted token {token} is outside the vocabulary of {}", row.len())))
+                }
+                None => Ok(row),
             }
+        });
+        let choose = |offset: usize, row: &[f32]| choose(row, sampler, first_position + offset, Stream::Sample);
+        if sampler.accept != Accept::Rejection {
+            let verdict = equal(drafted, rows.by_ref().enumerate().map(|(offset, row)| Ok(choose(offset, &row?))))?;
+            // A row that fails ends the round, also after a rejection.
+            rows.try_for_each(|row| row.map(drop))?;
+            return Ok(verdict);
         }
-        match sampler.accept {
-            Accept::Greedy => Ok(equal(drafted, |i| argmax(logits[i]))),
-            Accept::Replay => Ok(equal(drafted, |i| choose(logits[i], sampler, first_position + i, Stream::Sample))),
-            Accept::Rejection => {
-                let q = match q {
-                    DraftDistribution::Kept => Q::Kept(self.kept(slot, drafted.len(), logits[0].len())?),
-                    DraftDistribution::OneHot => Q::OneHot(drafted),
-                };
-                // The bonus is chosen as in plain decoding, so γ = 0 is plain decoding under every rule.
-                let last = drafted.len();
-                let bonus = || choose(logits[last], sampler, first_position + last, Stream::Sample);
-                let p = |i: usize| warp(logits[i], sampler);
-                Ok(rejection(drafted, q, p, bonus, sampler, first_position))
-            }
-        }
+        let p = rows.by_ref().take(gamma).map(|row| Ok(warp(&row?, sampler))).collect::<Result<Vec<_>>>()?;
+        let last = rows.next().ok_or_else(|| Error::internal(format!("no row after {gamma} drafted tokens")))??;
+        let q = match q {
+            DraftDistribution::Kept => Q::Kept(self.kept(slot, gamma, last.len())?),
+            DraftDistribution::OneHot => Q::OneHot(drafted),
+        };
+        // The bonus is chosen as in plain decoding, so γ = 0 is plain decoding under every rule.
+        Ok(rejection(drafted, q, &p, || choose(gamma, &last), sampler, first_position))
     }
 
     /// The slot's kept distributions, at least one for each of the `drafted` tokens.
@@ -245,16 +265,15 @@ impl Judge {
     }
 }
 
-/// Greedy and replay: accepts drafted tokens that equal the target's choice, which is evaluated only up to the first
-/// rejection.
-fn equal(drafted: &[u32], target: impl Fn(usize) -> u32) -> Verdict {
-    for (i, &token) in drafted.iter().enumerate() {
-        let token_of_target = target(i);
-        if token != token_of_target {
-            return Verdict { accepted: i, token: token_of_target };
+/// Greedy and replay: accepts drafted tokens that equal the target's choices, which are taken only up to the first rejection.
+fn equal(drafted: &[u32], target: impl Iterator<Item = Result<u32>>) -> Result<Verdict> {
+    for (accepted, token) in target.enumerate() {
+        let token = token?;
+        if drafted.get(accepted) != Some(&token) {
+            return Ok(Verdict { accepted, token });
         }
     }
-    Verdict { accepted: drafted.len(), token: target(drafted.len()) }
+    Err(Error::internal(format!("no token of the target after {} drafted ones", drafted.len())))
 }
 
 #[cfg(test)]
@@ -481,7 +500,8 @@ mod tests {
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
         let verdict = |drafted: &[u32], q: &[f32], p: &[f32], position: usize| {
             let rows = vec![q.to_vec(); drafted.len()];
-            super::rejection(drafted, Q::Kept(&rows), |_| p.to_vec(), || 2, &rejection, position)
+            let p = vec![p.to_vec(); drafted.len()];
+            super::rejection(drafted, Q::Kept(&rows), &p, || 2, &rejection, position)
         };
         for position in 0..64 {
             // A token that the target excludes is never accepted, nor is what follows it.
@@ -511,8 +531,8 @@ mod tests {
         let mut accepted = [0; 3];
         for position in 0..300 {
             // Token 0 halves the share.
-            let rows = vec![q.to_vec(); 2];
-            let verdict = super::rejection(&[0, 0], Q::Kept(&rows), |_| p.to_vec(), || 3, &rejection, position);
+            let (q, p) = ([q, q].map(Vec::from), [p, p].map(Vec::from));
+            let verdict = super::rejection(&[0, 0], Q::Kept(&q), &p, || 3, &rejection, position);
             let u = |offset: usize| rejection.noise(position + offset, Stream::Accept(offset)).uniform(0);
             accepted[verdict.accepted] += 1;
             if u(1) < 0.25 {
@@ -531,8 +551,8 @@ mod tests {
         assert!(accepted[2] > 50 && accepted[0] > 150, "{accepted:?}");
         for position in 0..300 {
             // After token 1 the share is 1: (p − q)+ follows if the second token fails.
-            let rows = vec![q.to_vec(); 2];
-            let verdict = super::rejection(&[1, 0], Q::Kept(&rows), |_| p.to_vec(), || 3, &rejection, position);
+            let (q, p) = ([q, q].map(Vec::from), [p, p].map(Vec::from));
+            let verdict = super::rejection(&[1, 0], Q::Kept(&q), &p, || 3, &rejection, position);
             let at = position + 1;
             let want = if rejection.noise(at, Stream::Accept(1)).uniform(0) < 0.5 {
                 Verdict { accepted: 2, token: 3 }
@@ -571,7 +591,7 @@ mod tests {
 
     #[test]
     fn equality_takes_the_longest_prefix() {
-        let verdict = |drafted: &[u32], chosen: &[u32]| equal(drafted, |i| chosen[i]);
+        let verdict = |drafted: &[u32], chosen: &[u32]| equal(drafted, chosen.iter().copied().map(Ok)).unwrap();
         assert_eq!(verdict(&[], &[7]), Verdict { accepted: 0, token: 7 });
         assert_eq!(verdict(&[1, 2, 3], &[1, 2, 3, 4]), Verdict { accepted: 3, token: 4 });
         assert_eq!(verdict(&[1, 2, 3], &[1, 5, 3, 4]), Verdict { accepted: 1, token: 5 });
@@ -643,7 +663,7 @@ mod tests {
                 let mut round = drafted[..verdict.accepted].to_vec();
                 round.push(verdict.token);
                 prop_assert_eq!(&round[..], &plain[..round.len()]);
-                prop_assert_eq!(verdict, equal(&drafted, |i| plain[i]));
+                prop_assert_eq!(verdict, equal(&drafted, plain.iter().copied().map(Ok)).unwrap());
             }
         }
 

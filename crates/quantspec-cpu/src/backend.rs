@@ -46,9 +46,12 @@ pub struct CpuBackend {
     sampler: HostSampler,
 }
 
-/// Bytes of a round's draft distributions, which [`HostSampler`] stores while drafting.
-fn drafted_bytes(config: &ModelConfig, options: &Options) -> usize {
-    if options.rejection { 4 * options.step_rows * config.vocab } else { 0 }
+/// Bytes that [`HostSampler`] takes in a round: the row that penalties or a grammar change; by rejection also q of all drafted
+/// tokens and, for the sequence being judged, p, a copy of q (if a row fails) and two rows of weights.
+fn sampling_bytes(config: &ModelConfig, options: &Options) -> usize {
+    let (gamma, kept) = (options.rejection_gamma, if options.rejection { options.slots } else { 0 });
+    let by_rejection = if gamma > 0 { gamma * (kept + 2) + 2 } else { 0 };
+    4 * config.vocab * (1 + by_rejection)
 }
 
 /// Query rows of one work item of attention.
@@ -80,7 +83,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
         + Prompt::plan(config, options, threads)
         + threads * (State::bytes_of(state_rows(config, options), shape) + quantize::Scratch::bytes_of(shape))
-        + drafted_bytes(config, options);
+        + sampling_bytes(config, options);
     Memory {
         weights_bytes,
         draft_weights_bytes,
@@ -181,7 +184,7 @@ impl Backend for CpuBackend {
                 + self.prompt.bytes()
                 + self.states.iter().map(State::bytes).sum::<usize>()
                 + self.flushes.iter().map(quantize::Scratch::bytes).sum::<usize>()
-                + drafted_bytes(&self.config, &self.options),
+                + sampling_bytes(&self.config, &self.options),
             host_bytes: 0,
         }
     }

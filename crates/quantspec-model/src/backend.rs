@@ -46,6 +46,9 @@ pub struct Options {
     pub sensitive: Sensitive,
     /// Keep the distributions that [`TokenSampler::propose`] draws from; acceptance by rejection needs them.
     pub rejection: bool,
+    /// Most drafted tokens of a sequence, if acceptance is by rejection, else 0. A backend that samples on the host has their
+    /// distributions in memory.
+    pub rejection_gamma: usize,
     /// Keep the masses of each prompt's pages, by which [`quantspec_core::config::Pages::Snap`] chooses. Without them such
     /// drafts read every page.
     pub page_masses: bool,
@@ -74,6 +77,7 @@ impl Options {
             draft_weights: DraftWeights::Int4,
             sensitive: Sensitive::NONE,
             rejection: false,
+            rejection_gamma: 0,
             page_masses: false,
             step_rows: slots * (GAMMA_MAX + 1),
             block_rows: 256,

@@ -6,7 +6,6 @@ use quantspec_core::noise::Stream;
 use quantspec_core::sample::{Sampler, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::{Error, Result};
-use std::borrow::Cow;
 
 /// The windows of a backend's slots, and what the acceptance rules keep of a round.
 #[derive(Debug)]
@@ -93,15 +92,12 @@ impl HostSampler {
     /// [`TokenSampler::judge`] of one turn, from the logits of the step's rows.
     fn verdict(&self, step: &Step, turn: &Turn, logits: &[f32]) -> Result<Verdict> {
         let drafted = &self.window(turn.slot, turn.gamma + 1)?[1..];
-        let of_turn = step.rows.iter().enumerate().filter(|(_, row)| row.slot == turn.slot);
-        let rows: Vec<Cow<[f32]>> = of_turn
-            .map(|(index, row)| {
-                let before = drafted.get(..row.offset).unwrap_or(drafted);
-                turn.allowed(self.row(logits, index)?, before)
-            })
-            .collect::<Result<_>>()?;
-        let rows: Vec<&[f32]> = rows.iter().map(|row| &row[..]).collect();
-        self.judge.judge(turn.slot, drafted, turn.q, &rows, &turn.sampler, turn.committed + 1)
+        let of_turn: Vec<_> = step.rows.iter().enumerate().filter(|(_, row)| row.slot == turn.slot).collect();
+        let rows = of_turn.iter().map(|(index, row)| {
+            let before = drafted.get(..row.offset).unwrap_or(drafted);
+            turn.allowed(self.row(logits, *index)?, before)
+        });
+        self.judge.judge_rows(turn.slot, drafted, turn.q, rows, &turn.sampler, turn.committed + 1)
     }
 }
 

@@ -312,13 +312,17 @@ impl EngineArguments {
         }
     }
 
-    /// Rows of the largest step: one of every slot with the longest γ. `drafts`: the method drafts.
-    fn step_rows(&self, drafts: bool) -> Result<usize> {
-        let longest = match self.every_method {
+    /// The longest γ. `drafts`: the method drafts.
+    fn longest_gamma(&self, drafts: bool) -> usize {
+        match self.every_method {
             true => GAMMA_MAX,
             false if drafts => self.gamma.unwrap_or(GAMMA_AUTO),
             false => 0,
-        };
+        }
+    }
+
+    /// Rows of the largest step: one of every slot with the longest γ.
+    fn step_rows(&self, longest: usize) -> Result<usize> {
         let step_rows = self.slots.saturating_mul(longest + 1);
         if step_rows > STEP_ROWS_MAX {
             return Err(Error::usage(
@@ -368,7 +372,8 @@ impl EngineArguments {
             false => needs,
         };
         let policy = self.policy()?;
-        let step_rows = self.step_rows(drafter.is_some() || draft_model.is_some())?;
+        let gamma = self.longest_gamma(drafter.is_some() || draft_model.is_some());
+        let step_rows = self.step_rows(gamma)?;
         if self.capacity == 0 || self.slots == 0 {
             return Err(Error::usage(
                 format!("an engine of {} slots of {} tokens holds nothing", self.slots, self.capacity),
@@ -396,6 +401,7 @@ impl EngineArguments {
                 sensitive: sensitive.filter(|_| needs.draft_weights).unwrap_or_default(),
                 page_masses: needs.page_masses,
                 rejection: accept == Accept::Rejection && needs.distributions,
+                rejection_gamma: if accept == Accept::Rejection { gamma } else { 0 },
                 step_rows,
                 block_rows: BLOCK_ROWS,
                 threads: self.threads.unwrap_or_else(default_threads),
