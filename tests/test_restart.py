@@ -104,6 +104,23 @@ def test_restarts_that_are_refused(engine: Any) -> None:
     refused("one method", lambda: ordinary.configure(method="ar"))
 
 
+def test_a_draft_model_begins_in_the_middle_of_an_answer() -> None:
+    model = str(hub.demo())
+    sizes: dict[str, Any] = {"capacity": 500, "prompt_capacity": 256, "threads": 2, "every_method": True}
+    engine = _native.Engine(model, draft_model=model, **sizes)
+    texts = {}
+    for method in ("ar", "draft-model"):
+        engine.configure(method="ar")
+        slot = engine.add(ids(250), max_new_tokens=100, seed=1, **SAMPLING)
+        texts[method] = [engine.prefill(slot), *decode(engine, slot, 60)]
+        # The text is longer than any prompt by now.
+        engine.configure(method=method, gamma=3)
+        texts[method] += decode(engine, slot, 20)[:20]
+        engine.finish(slot)
+    assert texts["ar"] == texts["draft-model"]
+    assert engine.stats()["accepted_tokens"] > 10
+
+
 def test_a_step_has_a_limited_number_of_rows() -> None:
     for slots in (1 << 16, 1 << 62):
         with pytest.raises(_native.NativeError, match=f"{slots} slots"):

@@ -304,20 +304,24 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Changes the method from the next round on; its drafter gets every sequence's text. The backend must keep all planes
-    /// that the drafter needs.
+    /// that the drafter needs. After an error the method is as before.
     ///
     /// # Errors
     /// Those of [`Drafter::prefill`].
     pub fn set_method(&mut self, method: Method) -> Result<()> {
-        self.method = method.of_candidates();
-        let Some(drafter) = self.method.drafter.as_deref_mut() else { return Ok(()) };
-        for (slot, sequence) in self.sequences.iter().enumerate() {
-            if let Some((last, before)) =
-                sequence.as_ref().filter(|one| one.running).and_then(|one| one.text.split_last())
-            {
-                drafter.prefill(slot, before, *last)?;
+        let mut method = method.of_candidates();
+        if let Some(drafter) = method.drafter.as_deref_mut() {
+            for (slot, sequence) in self.sequences.iter().enumerate() {
+                let running = sequence.as_ref().filter(|one| one.running);
+                let Some((last, before)) = running.and_then(|one| one.text.split_last()) else { continue };
+                if let Err(error) = drafter.prefill(slot, before, *last) {
+                    // A draft model would continue this prompt, though the text may be longer then.
+                    drafter.close(slot);
+                    return Err(error);
+                }
             }
         }
+        self.method = method;
         Ok(())
     }
 

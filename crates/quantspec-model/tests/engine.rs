@@ -23,8 +23,8 @@ use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward::{self, Guess};
 use quantspec_model::prompt_cache::PromptCache;
 use quantspec_model::reference::ReferenceBackend;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 
 fn engine(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
     engine_of(&tiny::Folder::valid(), gamma, slots, capacity)
@@ -581,6 +581,49 @@ fn a_guess_that_is_not_finite_ends_no_draft() {
     assert_eq!(drafted(bad, bad).expect("an answer"), expected);
 }
 
+/// Begins no text; counts the slots that are closed.
+#[derive(Debug)]
+struct Unready(Arc<AtomicUsize>);
+
+impl Drafter for Unready {
+    fn needs(&self) -> Needs {
+        Needs::default()
+    }
+
+    fn prefill(&mut self, _: usize, _: &[u32], _: u32) -> quantspec_core::Result<()> {
+        Err(Error::interrupted())
+    }
+
+    fn propose(&mut self, _: &mut dyn Target, _: &mut [Turn], _: usize) -> quantspec_core::Result<Proposed> {
+        Err(Error::internal("no text was begun"))
+    }
+
+    fn commit(&mut self, _: usize, _: &[u32]) -> quantspec_core::Result<()> {
+        Ok(())
+    }
+
+    fn close(&mut self, _: usize) {
+        self.0.fetch_add(1, Relaxed);
+    }
+}
+
+#[test]
+fn a_method_that_cannot_begin_leaves_the_method_before_it() {
+    let mut engine = varied(4, 1, PROMPTS[2] + ANSWER);
+    let [(slot, mut text)] = begin(&mut engine, [5]);
+    let closed = Arc::new(AtomicUsize::new(0));
+    while text.len() < ANSWER {
+        let gamma = engine.choose_gamma(slot);
+        text.extend(round(&mut engine, slot, gamma));
+        let drafter: Box<dyn Drafter> = Box::new(Unready(closed.clone()));
+        let method = Method { target: View::Full, drafter: Some(drafter), policy: Policy::fixed(1) };
+        assert_eq!(engine.set_method(method).expect_err("interrupted").kind, ErrorKind::Interrupted);
+        // It begins anew if the method is set again.
+        assert_eq!(closed.swap(0, Relaxed), 1);
+    }
+    assert_eq!(text, plain()[5]);
+}
+
 /// Drafts with a checkpoint.
 fn draft_model(folder: &tiny::Folder, slots: usize, capacity: usize) -> Box<dyn Drafter> {
     let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
@@ -602,8 +645,8 @@ fn drafters(capacity: usize) -> [Box<dyn Drafter>; 4] {
     [network(), Copying::boxed(network()), Box::<Ngram>::default(), draft_model(&varied_folder(), 2, capacity)]
 }
 
-/// Rounds of slots 0 and 1 until slot 0 fails, then one of each alone without drafts, as the scheduler finds which one failed,
-/// then slot 1 to its end. Returns the kind of the error.
+/// Rounds of slots 0 and 1 until slot 0 fails, then a plain one of each alone, then slot 1 to its end. Returns the kind of the
+/// error.
 fn decode_next_to_a_failing_one(engine: &mut Engine<ReferenceBackend>, texts: &mut [Vec<u32>; 2]) -> ErrorKind {
     let kind = loop {
         let gammas = [0, 1].map(|slot| (slot, engine.choose_gamma(slot)));

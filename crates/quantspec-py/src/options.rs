@@ -125,6 +125,8 @@ pub(crate) struct DraftModelCache {
     view: Option<View>,
     /// Pages of the longest page window that a step reads; `None` if steps read other pages, too.
     window: Option<usize>,
+    /// It may begin in the middle of an answer, whose text is then its prompt.
+    begins_late: bool,
 }
 
 /// What a draft step reads of one sequence's cache.
@@ -164,6 +166,7 @@ pub(crate) fn of_draft(target: &Options, cache: DraftModelCache, draft: &ModelCo
         pool_pages: usize::MAX,
         kept_pages: cache.window.map_or(usize::MAX, |window| kept_of_window(window, reach)),
         planes: cache.view.map_or(target.planes, |view| Planes::of(&[view])),
+        prompt_capacity: if cache.begins_late { target.capacity } else { target.prompt_capacity },
         ..target.clone()
     }
 }
@@ -360,6 +363,7 @@ impl EngineArguments {
         let draft_model_cache = DraftModelCache {
             view: draft_model_view.or_else(|| (!self.every_method).then_some(target)),
             window: window.filter(|_| !self.every_method),
+            begins_late: self.every_method,
         };
         let draft_model = takes_one.then_some(WithDraftModel { entry: method, target, view, weights: wanted, pages });
         let needs = match &drafter {
