@@ -358,7 +358,8 @@ pub trait Guess {
     /// Up to `most` (at least one) tokens that may follow the slot's last one: the last emitted or chosen.
     fn guess(&mut self, slot: usize, most: usize) -> Vec<u32>;
 
-    /// The network chose `tokens`, of which all but the last had been guessed among `guessed` ones.
+    /// The network drafted `tokens`, of which all but the last had been guessed among `guessed` ones. Those after the end of a
+    /// watched draft are not among them.
     fn chosen(&mut self, slot: usize, guessed: usize, tokens: &[u32]);
 }
 
@@ -421,17 +422,20 @@ pub fn draft_now<B: Executor + KvCache>(
             result => _ = result?,
         };
         for (((turn, at), own), guess) in turns.iter_mut().zip(&mut drafted).zip(offsets).zip(guessed) {
-            let mut new = own.len().min(1);
-            if let (Some(guesses), false) = (&mut guesses, own.is_empty()) {
-                let chosen = backend.window(turn.slot, own.end + 1)?.split_off(own.start + 1);
+            let (mut new, mut chosen) = (own.len().min(1), Vec::new());
+            if guesses.is_some() && new > 0 {
+                chosen = backend.window(turn.slot, own.end + 1)?.split_off(own.start + 1);
                 new += guess.iter().zip(&chosen).take_while(|(guess, chosen)| guess == chosen).count();
-                guesses.chosen(turn.slot, guess.len(), &chosen[..new]);
             }
             for offset in (*at..*at + new).filter(|_| watched) {
                 // A token drafted in the same step as one that ended the draft does not count.
                 if turn.gamma > offset {
                     turn.drafted(backend.margin(turn.slot, offset)?);
                 }
+            }
+            new = new.min(turn.gamma - *at);
+            if let (Some(guesses), true) = (&mut guesses, new > 0) {
+                guesses.chosen(turn.slot, guess.len(), &chosen[..new]);
             }
             *at += new;
         }

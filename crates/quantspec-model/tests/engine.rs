@@ -581,6 +581,41 @@ fn a_guess_that_is_not_finite_ends_no_draft() {
     assert_eq!(drafted(bad, bad).expect("an answer"), expected);
 }
 
+/// Guesses a draft that is known, and counts the tokens that the network chose.
+struct Known<'a> {
+    drafted: &'a [u32],
+    chosen: usize,
+}
+
+impl Guess for Known<'_> {
+    fn guess(&mut self, _: usize, most: usize) -> Vec<u32> {
+        self.drafted[self.chosen..][..most].to_vec()
+    }
+
+    fn chosen(&mut self, _: usize, _: usize, tokens: &[u32]) {
+        self.chosen += tokens.len();
+    }
+}
+
+#[test]
+fn guesses_beyond_the_end_of_a_draft_are_not_right() {
+    let mut engine = varied(4, 1, 40);
+    let slot = add(&mut engine, &[1, 2, 3], 9).expect("add");
+    prefill(&mut engine, slot).expect("prefill");
+    let config = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let mut turns = [Turn::new(slot, 3, 4, Sampler::greedy())];
+    forward::draft_now(engine.backend(), &config, &mut turns, None).expect("draft");
+    let drafted = engine.backend().window(slot, 5).expect("window").split_off(1);
+    // One step checks all guesses; its margins end the draft, as in the test above.
+    for (enough, tokens) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
+        let stop = Stop { min_acceptance: enough, margin_scale: 1e9 };
+        let mut turns = [Turn { stop: Some(stop), ..Turn::new(slot, 3, 4, Sampler::greedy()) }];
+        let mut known = Known { drafted: &drafted, chosen: 0 };
+        forward::draft_now(engine.backend(), &config, &mut turns, Some(&mut known)).expect("draft");
+        assert_eq!((turns[0].gamma, known.chosen), (tokens, tokens), "at least {enough}");
+    }
+}
+
 /// Begins no text; counts the slots that are closed.
 #[derive(Debug)]
 struct Unready(Arc<AtomicUsize>);
