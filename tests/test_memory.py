@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,3 +79,51 @@ def test_threads_reserve_little_of_a_limited_address_space() -> None:
     )
     grown = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
     assert int(grown) < 64 << 20
+
+
+# Sets the memory that a plan finds available, in bytes; the demo model on two threads.
+LIMITED = """
+import json, resource
+from quantspec_cli import _native, hub
+
+def limit(available):
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + available, resource.RLIM_INFINITY))
+
+def plan(capacity, **options):
+    return _native.plan(str(hub.demo()), capacity=capacity, device="cpu", threads=2, **options)
+"""
+
+
+def with_limits(program: str) -> Any:
+    """What the program prints, as JSON."""
+    return json.loads(subprocess.run([sys.executable, "-c", LIMITED + program], capture_output=True, check=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_longest_context_and_the_largest_batch_are_what_auto_fits() -> None:
+    of_auto, of_checkpoint, of_int8, fits = with_limits(
+        "limit(200_000_000)\n"
+        "plan(2000)\n"  # what a first plan allocates is not available to the next one
+        "plans = [plan(2000, weights=weights) for weights in ('auto', 'checkpoint', 'int8')]\n"
+        "longest, most = (int(0.99 * plans[0]['longest_context']), plans[0]['largest_batch'])\n"
+        "at_limits = plan(longest, weights='auto'), plan(2000, weights='auto', slots=most)\n"
+        "print(json.dumps([*plans, [one['fits'] for one in at_limits]]))"
+    )
+    assert (of_auto["weights"], of_auto["fits"], fits) == ("checkpoint", True, [True, True])
+    assert of_auto["longest_context"] == pytest.approx(of_int8["longest_context"], rel=0.01)
+    assert of_auto["longest_context"] > 1.04 * of_checkpoint["longest_context"]
+    assert of_auto["largest_batch"] == of_int8["largest_batch"] > of_checkpoint["largest_batch"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_draft_precision_of_auto_shortens_no_context() -> None:
+    of_auto, without, sensitive = with_limits(
+        "limit(500_000_000)\n"
+        "plan(20000)\n"
+        "plans = [plan(20000, draft_precision=kinds) for kinds in ('auto', 'none', 'down')]\n"
+        "print(json.dumps(plans))"
+    )
+    assert (of_auto["draft_precision"], of_auto["fits"]) == ("down", True)
+    assert of_auto["longest_context"] == pytest.approx(without["longest_context"], abs=30)
+    assert of_auto["longest_context"] > sensitive["longest_context"] + 60

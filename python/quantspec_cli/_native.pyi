@@ -364,8 +364,9 @@ def plan(
     """Memory of an `Engine` with these arguments, before any weight is read.
 
     device, weights and draft_precision (resolved from "auto"), fits, planned_bytes (peak), available_bytes, longest_context
-    (tokens of each of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of
-    each part, named as in `Engine.stats`. `described` as in `model_info`. `opened` is the device, if it is open.
+    (tokens of each of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), both with what
+    "auto" is at that size, and the bytes of each part, named as in `Engine.stats`. `described` as in `model_info`.
+    `opened` is the device, if it is open.
     """
 
 def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[int, int, int]]:

@@ -352,9 +352,7 @@ impl ChosenDevice {
     pub(crate) fn resolve_auto(&self, models: Models, resolved: &mut Resolved) -> Result<()> {
         if resolved.auto_weights {
             let memory = self.memory_plan(models, &resolved.options, 0)?;
-            let int8 = |checkpoint| quantspec_cuda::check_weights(checkpoint, TargetWeights::Int8).is_ok();
-            let taken = self.gpu().is_none() || std::iter::once(models.target).chain(models.draft).all(int8);
-            if !memory.fits() && taken {
+            if !memory.fits() && self.takes_int8(models) {
                 resolved.options.weights = TargetWeights::Int8;
             }
         }
@@ -370,6 +368,34 @@ impl ChosenDevice {
             }
         }
         Ok(())
+    }
+
+    /// Returns true if int8 weights of these models have kernels.
+    fn takes_int8(&self, models: Models) -> bool {
+        let int8 = |checkpoint| quantspec_cuda::check_weights(checkpoint, TargetWeights::Int8).is_ok();
+        self.gpu().is_none() || std::iter::once(models.target).chain(models.draft).all(int8)
+    }
+
+    /// [`ChosenDevice::memory_plan`] of an engine whose `auto` options are resolved. The longest context and the largest batch
+    /// are those of the smallest engine that `auto` may choose, because it chooses that one where no other fits.
+    ///
+    /// # Errors
+    /// As [`ChosenDevice::memory_plan`].
+    pub(crate) fn resolved_plan(&self, models: Models, resolved: &Resolved) -> Result<MemoryPlan> {
+        let mut memory = self.memory_plan(models, &resolved.options, 0)?;
+        let mut least = resolved.options.clone();
+        if resolved.auto_weights && self.takes_int8(models) {
+            least.weights = TargetWeights::Int8;
+        }
+        if resolved.auto_precision {
+            least.sensitive = Sensitive::NONE;
+        }
+        if least != resolved.options {
+            let least = self.memory_plan(models, &least, 0)?;
+            memory.longest_context = memory.longest_context.max(least.longest_context);
+            memory.largest_batch = memory.largest_batch.max(least.largest_batch);
+        }
+        Ok(memory)
     }
 
     /// Bytes on this device, of those that a user of an engine needs in CPU memory.

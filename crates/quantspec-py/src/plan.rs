@@ -30,7 +30,7 @@ pub(crate) fn open_device(py: Python<'_>, model: &str, device: &str) -> PyResult
 
 /// Memory of an engine with these arguments on its device: `device`, `weights` and `draft_precision` (resolved from "auto"),
 /// `fits`, `planned_bytes`, `available_bytes`, `longest_context` (for this many sequences), `largest_batch` (for this many
-/// tokens), and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]).
+/// tokens), both with what "auto" is at that size, and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]).
 /// `opened`: the device, already open.
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, draft_model=None, described=false, opened=None, **options))]
@@ -54,7 +54,7 @@ pub(crate) fn plan<'py>(
         };
         let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_cache: resolved.draft_model_cache };
         chosen.resolve_auto(models, &mut resolved)?;
-        let memory = chosen.memory_plan(models, &resolved.options, 0)?;
+        let memory = chosen.resolved_plan(models, &resolved)?;
         let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);
         let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
         Ok((chosen.name(), kept, sensitive, memory, checkpoint.config().max_positions.min(draft_limit)))
