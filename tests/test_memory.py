@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +128,33 @@ def test_a_draft_precision_of_auto_shortens_no_context() -> None:
     assert (of_auto["draft_precision"], of_auto["fits"]) == ("down", True)
     assert of_auto["longest_context"] == pytest.approx(without["longest_context"], abs=30)
     assert of_auto["longest_context"] > sensitive["longest_context"] + 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_refusal_names_what_helps() -> None:
+    # The weights take 13.8 MB. A short text takes 23.2 MB in all, 18.4 with kv4, 17.8 with ar, 12.4 with int8 and 10.4 with
+    # int4; eight take 44.0, 39.2, 34.6, 33.3 and 31.4 MB.
+    smaller = ["--method kv4", "--method ar", "--weights int8", "--weights int4"]
+    cases: list[tuple[int, float, list[str]]] = [
+        (1, 9, []),
+        (1, 13, smaller[2:]),
+        (1, 15, smaller[2:]),
+        (1, 21, smaller),
+        (8, 28, ["fewer sequences at once"]),
+        (8, 36.5, ["fewer sequences at once", *smaller[1:]]),
+    ]
+    hints = with_limits(
+        "def hint(slots, available):\n"
+        "    limit(int(available * 1e6))\n"
+        "    try:\n"
+        "        _native.Engine(str(hub.demo()), capacity=500, slots=slots, device='cpu', threads=2)\n"
+        "    except _native.NativeError as error:\n"
+        "        return error.hint\n"
+        "plan(2000)\n"
+        f"print(json.dumps([hint(slots, available) for slots, available, _ in {cases}]))"
+    )
+    for (_, available, ways), hint in zip(cases, hints, strict=True):
+        reason, _, remedies = hint.partition("; use ")
+        assert remedies == ", ".join([*ways, "a smaller model or a machine with more memory"])
+        parts = r"not even a short text fits: weights take 13.8 MB, drafts [45].\d MB, all else \d+.\d MB"
+        assert re.fullmatch(parts if available > 13.9 else "the weights alone do not fit", reason), reason

@@ -1,7 +1,7 @@
 //! What `quantspec bench` needs in addition to its engine: bytes that a step must read, the engine's memory, times of a GPU's
 //! kernels.
 
-use crate::device::{ChosenDevice, Models};
+use crate::device::{ChosenDevice, Models, Way};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{EngineArguments, sensitive, target_weights};
 use crate::plan::checkpoint_of;
@@ -107,7 +107,7 @@ pub(crate) fn planned(
         let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_cache: resolved.draft_model_cache };
         let chosen = ChosenDevice::choose(&arguments.device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
-        chosen.plan(models, &resolved.options, 0)
+        chosen.plan(models, &resolved.options, 0, Way::OF_METHODS)
     })
 }
 

@@ -2,7 +2,7 @@
 
 use crate::options::{DraftModelCache, DraftedCache, Resolved, STEP_ROWS_MAX, WithDraftModel, of_draft};
 use quantspec_core::cache::G;
-use quantspec_core::config::{Pages, Sensitive, TargetWeights, View};
+use quantspec_core::config::{DraftWeights, Pages, Sensitive, TargetWeights, View};
 use quantspec_core::plan::{largest_fitting, pages, sensitive};
 use quantspec_core::{Error, Result};
 use quantspec_cpu::{CpuBackend, machine};
@@ -110,8 +110,8 @@ impl MemoryPlan {
         self.needed_bytes <= self.available_bytes && self.parts.host_bytes <= self.host_available_bytes
     }
 
-    /// Refuses an engine that does not fit on its `device` or in host memory.
-    fn check(&self, options: &Options, device: &str) -> Result<()> {
+    /// Refuses an engine that does not fit on its `device` or in host memory. `ways`: changes with which a short text fits.
+    fn check(&self, options: &Options, device: &str, ways: impl FnOnce() -> Vec<&'static str>) -> Result<()> {
         let sequences = match options.slots {
             1 => "a sequence".to_string(),
             slots => format!("{slots} sequences"),
@@ -127,29 +127,79 @@ impl MemoryPlan {
         if self.needed_bytes > self.available_bytes {
             let (needed, available) = (size(self.needed_bytes), size(self.available_bytes));
             let message = format!("{what}: {needed} of {device} memory needed, {available} available");
-            return Err(Error::does_not_fit(message, self.remedy(options)));
+            return Err(Error::does_not_fit(message, self.remedy(options, ways)));
         }
         Ok(())
     }
 
     /// The hint for an engine that does not fit on its device.
-    fn remedy(&self, options: &Options) -> String {
+    fn remedy(&self, options: &Options, ways: impl FnOnce() -> Vec<&'static str>) -> String {
         match (self.longest_context, options.slots) {
-            (0, 1) => {
-                let fewer = match options.weights {
-                    TargetWeights::Checkpoint => "--weights int8 or int4, ",
-                    TargetWeights::Int8 => "--weights int4, ",
-                    TargetWeights::Int4 => "",
+            (0, _) => {
+                let Memory { weights_bytes: weights, draft_weights_bytes: drafts, .. } = self.parts;
+                let rest = self.needed_bytes.saturating_sub(weights).saturating_sub(drafts);
+                let of_drafts = if drafts > 0 { format!("drafts {}, ", size(drafts)) } else { String::new() };
+                let reason = match weights > self.available_bytes {
+                    true => "the weights alone do not fit".to_string(),
+                    false => format!(
+                        "not even a short text fits: weights take {}, {of_drafts}all else {}",
+                        size(weights),
+                        size(rest)
+                    ),
                 };
-                format!("the weights alone do not fit; use {fewer}a smaller model or a machine with more memory")
+                let ways: String = ways().iter().map(|way| format!("{way}, ")).collect();
+                format!("{reason}; use {ways}a smaller model or a machine with more memory")
             }
-            (0, _) => "not even short sequences fit; decode fewer at once, or use a smaller model".to_string(),
             (longest, 1) => {
                 format!("the longest context that fits is {longest} tokens; shorten the text or the answer")
             }
             (longest, slots) => format!(
                 "each reserves the memory of the longest, and {slots} sequences of {longest} tokens fit; decode the longest alone, or fewer at once"
             ),
+        }
+    }
+}
+
+/// A change of an engine's options that takes less memory.
+#[derive(Clone, Copy)]
+pub(crate) enum Way {
+    OneSequence,
+    Kv4,
+    Ar,
+    Int8,
+    Int4,
+}
+
+impl Way {
+    /// Those of an engine whose method is its user's choice.
+    pub(crate) const OF_ENGINE: &'static [Way] = &[Way::OneSequence, Way::Kv4, Way::Ar, Way::Int8, Way::Int4];
+    /// Those of an engine for every method.
+    pub(crate) const OF_METHODS: &'static [Way] = &[Way::OneSequence, Way::Int8, Way::Int4];
+
+    /// For a hint, after "use".
+    fn name(self) -> &'static str {
+        match self {
+            Way::OneSequence => "fewer sequences at once",
+            Way::Kv4 => "--method kv4",
+            Way::Ar => "--method ar",
+            Way::Int8 => "--weights int8",
+            Way::Int4 => "--weights int4",
+        }
+    }
+
+    /// The engine after the change, as far as its memory for a short text depends on it.
+    fn changed<'a>(self, models: Models<'a>, options: &Options) -> (Models<'a>, Options) {
+        let (rows, options) = (options.step_rows / options.slots.max(1), options.clone());
+        let none = (DraftWeights::None, Sensitive::NONE);
+        match self {
+            Way::OneSequence => (models, Options { slots: 1, step_rows: rows, ..options }),
+            Way::Kv4 => (Models::alone(models.target), Options { draft_weights: none.0, sensitive: none.1, ..options }),
+            Way::Ar => {
+                let (models, options) = Way::Kv4.changed(models, &options);
+                (models, Options { step_rows: options.slots, rejection: false, rejection_gamma: 0, ..options })
+            }
+            Way::Int8 => (models, Options { weights: TargetWeights::Int8, ..options }),
+            Way::Int4 => (models, Options { weights: TargetWeights::Int4, sensitive: none.1, ..options }),
         }
     }
 }
@@ -404,11 +454,16 @@ impl ChosenDevice {
     }
 
     /// Peak bytes of an engine: of the process (resident now plus the engine and its user), or of the GPU. Refuses a model
-    /// that the device does not support, and anything beyond the model's context or the device's memory.
-    pub(crate) fn plan(&self, models: Models, options: &Options, other_bytes: usize) -> Result<usize> {
+    /// that the device does not support, and anything beyond the model's context or the device's memory; then the hint has those
+    /// of `ways` that help.
+    pub(crate) fn plan(&self, models: Models, options: &Options, other_bytes: usize, ways: &[Way]) -> Result<usize> {
         let memory = self.memory_plan(models, options, other_bytes)?;
         models.check_context(options, memory.longest_context)?;
-        memory.check(options, &self.name())?;
+        let helps = |way: &&Way| {
+            let (models, options) = way.changed(models, options);
+            self.memory_plan(models, &options, other_bytes).is_ok_and(|memory| memory.longest_context > 0)
+        };
+        memory.check(options, &self.name(), || ways.iter().filter(helps).map(|way| way.name()).collect())?;
         Ok(memory.used_bytes + memory.needed_bytes)
     }
 

@@ -124,7 +124,7 @@ impl Request<'_> {
             None => 0,
         };
         let host_bytes = chosen.of_host(evaluate::bytes(checkpoint.config()));
-        chosen.plan(models, &self.options, host_bytes.saturating_add(stored_bytes))?;
+        chosen.plan(models, &self.options, host_bytes.saturating_add(stored_bytes), &[])?;
         self.options = chosen.adapt(&self.options);
         let stored = stored.map(|stored| chosen.adapt(&stored));
         let evaluation = match &chosen {
@@ -292,7 +292,8 @@ impl Sensitivity {
         let (mut scores, mut matrices) = (Vec::new(), Vec::new());
         for (index, (name, sensitive)) in read.enumerate() {
             let options = Options { sensitive, ..options.clone() };
-            chosen.plan(Models::alone(checkpoint), &options, chosen.of_host(evaluate::bytes(checkpoint.config())))?;
+            let host_bytes = chosen.of_host(evaluate::bytes(checkpoint.config()));
+            chosen.plan(Models::alone(checkpoint), &options, host_bytes, &[])?;
             let options = chosen.adapt(&options);
             let (text, before) = (Text { block_rows: options.block_rows, ..text }, of_matrices + index);
             let score = match chosen {

@@ -1,6 +1,6 @@
 //! Loading: opens checkpoints, and loads an engine with its caches of draft weights and prompts.
 
-use crate::device::{ChosenDevice, Device, MakeDrafter, Models, on_device};
+use crate::device::{ChosenDevice, Device, MakeDrafter, Models, Way, on_device};
 use crate::errors::detached;
 use crate::options::{Resolved, weights_name};
 use crate::raised::{Raised, locked, poll, progress};
@@ -121,7 +121,8 @@ impl Files<'_> {
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
         let Options { weights, sensitive, threads, .. } = resolved.options;
-        let planned_bytes = chosen.plan(models, &resolved.options, 0)?;
+        let ways = if resolved.every_method { Way::OF_METHODS } else { Way::OF_ENGINE };
+        let planned_bytes = chosen.plan(models, &resolved.options, 0, ways)?;
         let in_memory = self.prompt_memory && self.prompt_folder.is_none();
         let prompt_bytes = in_memory.then(|| chosen.bytes_for_prompts(planned_bytes));
         let (mut device, make_drafter) = chosen.engine(models, resolved, [hooks, raised.hooks()])?;

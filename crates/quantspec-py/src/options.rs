@@ -116,6 +116,8 @@ pub(crate) struct Resolved {
     /// How the method drafts with a draft model, if it may; its drafter is then made with that model.
     pub(crate) draft_model: Option<WithDraftModel>,
     pub(crate) draft_model_cache: DraftModelCache,
+    /// As in [`EngineArguments`].
+    pub(crate) every_method: bool,
 }
 
 /// The cache of a draft model.
@@ -416,6 +418,7 @@ impl EngineArguments {
             accept,
             draft_model,
             draft_model_cache,
+            every_method: self.every_method,
         })
     }
 }
