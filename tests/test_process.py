@@ -148,6 +148,14 @@ def test_ctrl_c_in_json_is_one_document(start: Start) -> None:
     assert all(result["new_tokens"] == len(result["tokens"]) > 0 for result in results)
 
 
+def test_ctrl_c_beside_a_full_disk_ends_as_ctrl_c(start: Start) -> None:
+    child = start("run", "--text", "x", "-n", "100000", "--json", "-o", "/dev/full", script=SLOW)
+    child.until("verify", 3)
+    _, out, err = end(child, signal.SIGINT)
+    assert (child.returncode, err) == (130, b"warning: output /dev/full cannot be written: no space left on device\n")
+    assert json.loads(out)["results"][0]["stop_reason"] == "interrupted"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("pause_s", [0.001, 0.006])
 def test_a_signal_that_comes_twice_at_once_is_one(start: Start, number: int, pause_s: float) -> None:

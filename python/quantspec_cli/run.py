@@ -117,7 +117,10 @@ def _run(
     if failure is not None:
         failure.kept = {"results": results(model, documents, generations)}
         raise failure
-    if unwritten is not None:
+    if unwritten is not None and interrupted:
+        # The exit code is that of the interruption, which the user caused last.
+        render.note(f"warning: {unwritten.message}")
+    elif unwritten is not None:
         unwritten.kept = report(engine, options, documents, generations)
         raise unwritten
     code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE

@@ -304,7 +304,8 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Changes the method from the next round on; its drafter gets every sequence's text. The backend must keep all planes
-    /// that the drafter needs. After an error the method is as before.
+    /// that the drafter needs. After an error the method is as before; if both drafters share a draft model, the sequence of the
+    /// error has no more drafts.
     ///
     /// # Errors
     /// Those of [`Drafter::prefill`].
