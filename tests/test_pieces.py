@@ -150,6 +150,15 @@ def test_the_ids_are_those_of_the_whole_text(kind: str, text: str, special: bool
             assert tokenizer.encode(text, special=special) == whole(tokenizer, text, special=special)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rest", ["/s>ends here.", "s>\nNext", " spaced", "\nline\n", "\n\n", "", BOOK[:3000]])
+def test_the_rest_of_a_text_has_no_space_of_its_own(kind: str, rest: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode("The tag<", special=False) + tokenizer.encode_rest([rest])[0]
+    decoded = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert decoded.removeprefix(" ") == f"The tag<{rest}"
+
+
 def with_token(**options: Any) -> Inner:
     inner = by_rules("llama3")
     inner.add_tokens([AddedToken(**options)])

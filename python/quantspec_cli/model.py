@@ -67,7 +67,8 @@ class Written:
     """A prompt as text, in the model's format.
 
     Attributes:
-        parts: what is encoded, each part by itself; if it continues, the tokenizer adds its BOS to its only part.
+        parts: what is encoded, each as text that follows the one before; if it continues, the tokenizer adds its BOS to its
+            only part.
         continues, name, thinking: as in `Prompt`.
     """
 
@@ -228,10 +229,11 @@ class Model:
         ids: list[list[int]] = [[]] * len(texts)
         for special in (True, False):
             places = [place for place, text in enumerate(texts) if text.continues is special]
-            parts = [part for place in places for part in texts[place].parts]
-            found = iter(self.tokenizer.encode_all(parts, special=special) if parts else ())
-            for place in places:
-                ids[place] = [id for _ in texts[place].parts for id in next(found)]
+            begun = [texts[place].parts[0] for place in places]
+            found = self.tokenizer.encode_all(begun, special=special) if begun else []
+            rest = iter(self.tokenizer.encode_rest([part for place in places for part in texts[place].parts[1:]]))
+            for place, of_first in zip(places, found, strict=True):
+                ids[place] = of_first + [id for _ in texts[place].parts[1:] for id in next(rest)]
         return [
             Prompt(of_text, continues=text.continues, name=text.name, thinking=text.thinking)
             for of_text, text in zip(ids, texts, strict=True)

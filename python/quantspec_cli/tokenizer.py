@@ -91,6 +91,20 @@ class Tokenizer:
         ids = [self._joined(of, found, special=special) if len(of) > 1 else next(whole) for of in parts]
         return [self._with_bos(one) for one in ids] if special and self._bos is not None else ids
 
+    def encode_rest(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts that continue others: without the space that some tokenizers put before a text."""
+        if not texts:
+            return []
+        begin, *found = self.encode_all(
+            [pieces.BEFORE, *texts, *(pieces.BEFORE + text for text in texts)], special=False
+        )
+        alone, after = found[: len(texts)], found[len(texts) :]
+        return [
+            # Of tokenizers that join a line break with the text, the text alone.
+            of_both[len(begin) :] if of_both[: len(begin)] == begin else of_text
+            for of_text, of_both in zip(alone, after, strict=True)
+        ]
+
     def _parts(self, text: str) -> list[str]:
         """What is encoded of a text: the text, or its pieces."""
         if len(text) <= pieces.LEAST_CHARACTERS or not self._has_independent_pieces:

@@ -241,8 +241,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
         scales,
         activation,
         norms_less_one: family.gemma,
-        tied_embeddings: if fields.stated("tie_word_embeddings") { &fields } else { &outer }
-            .flag("tie_word_embeddings", family.tied)?,
+        tied_embeddings: tied_embeddings(&fields, &outer, family)?,
         qkv_bias: family.always_qkv_bias || attention_bias,
         output_bias: attention_bias,
         mlp_bias: family.mlp_bias && fields.flag("mlp_bias", false)?,
@@ -251,6 +250,16 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
         dtype: dtype(if fields.stated("dtype") || fields.stated("torch_dtype") { &fields } else { &outer })?,
         eos: eos(if fields.stated("eos_token_id") { &fields } else { &outer }, generation, vocab)?,
     })
+}
+
+/// Whether the head is the embedding. Around a language model, transformers 5 states it in the outer object, where it is true by
+/// default, and writes the inner one's default; earlier versions state it in either. A stored head decides later.
+fn tied_embeddings(fields: &Fields, outer: &Fields, family: &Family) -> Result<bool> {
+    let key = "tie_word_embeddings";
+    if !wraps(outer)? {
+        return fields.flag(key, family.tied);
+    }
+    Ok(outer.flag(key, true)? || fields.flag(key, false)?)
 }
 
 /// Channels of a head: stated, the family's default, or the hidden channels divided by the heads.

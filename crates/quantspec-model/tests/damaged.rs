@@ -765,6 +765,14 @@ fn growing_queries_are_read() {
         let config = parse(wrapped(tied).to_string().as_bytes(), None).expect("configuration");
         assert_eq!((config.family.as_str(), config.tied_embeddings), ("ministral3", tied));
     }
+    // transformers 5 writes false, the inner default, beside an outer true, which is also what an absent one is.
+    for (outer, inner_states) in [(json!(true), json!(false)), (Value::Null, json!(false)), (Value::Null, Value::Null)]
+    {
+        let mut both = wrapped(true);
+        both["tie_word_embeddings"] = outer;
+        both["text_config"]["tie_word_embeddings"] = inner_states;
+        assert!(parse(both.to_string().as_bytes(), None).expect("configuration").tied_embeddings);
+    }
     // Mistral's queries do not grow.
     let mut mistral = fields.clone();
     mistral["model_type"] = json!("mistral");
