@@ -320,12 +320,13 @@ def test_recommendations_of_a_checkpoint(tmp_path: Path) -> None:
     assert read(do_sample=True, temperature=None, top_k=50, repetition_penalty=1.1) == Recommended(
         {"temperature": 1.0, "top_k": 50}, {"repetition_penalty": 1.1}
     )
+    assert read(do_sample=True, top_k=-1) == read(do_sample=True, top_k=0)
     # Penalties apply to every text; those without effect are dropped.
     assert read(repetition_penalty=1.0, no_repeat_ngram_size=3) == Recommended({}, {"no_repeat_ngram": 3})
     assert read(stop_strings="END").stop == read(stop_strings=["END"]).stop == ("END",)
     # Settings that are not supported count if they have an effect, on the kind of text that is decoded.
     off = {"typical_p": 1.0, "num_beams": 1, "bad_words_ids": [], "guidance_scale": None, "min_length": 0}
-    on = {"typical_p": 0.9, "suppress_tokens": [5], "forced_eos_token_id": 0, "min_new_tokens": 1}
+    on = {"typical_p": 0.9, "suppress_tokens": [5], "forced_eos_token_id": 0, "min_new_tokens": 1, "dola_layers": "high"}
     assert read(**off, do_sample=True) == Recommended({"temperature": 1.0})
     assert set(read(**on, do_sample=True).unsupported) == set(on)
     assert set(read(**on).unsupported) == {*on} - {"typical_p"}

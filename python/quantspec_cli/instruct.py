@@ -40,6 +40,9 @@ _UNSUPPORTED = {
     "guidance_scale": 1,
     "num_beams": 1,
     "penalty_alpha": 0,
+    "encoder_repetition_penalty": 1,
+    "watermarking_config": None,
+    "dola_layers": None,
 }
 _UNSUPPORTED_SAMPLING = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 # Models of fewer weights tend to repeat a sentence until -n. With these penalties SmolLM2-135M-Instruct ends its summaries;
@@ -71,6 +74,8 @@ class Recommended:
         path = directory / "generation_config.json"
         found = {name: value for name, value in read_json(path).items() if value is not None}
         hint = f"correct {path}, or remove it"
+        if found.get("top_k") == -1:  # all tokens, as vLLM spells it
+            found["top_k"] = 0
         samples = found.get("do_sample", False)
         if not isinstance(samples, bool):
             raise ModelError(f"{path}: do_sample is {shown(samples):.60}", hint)

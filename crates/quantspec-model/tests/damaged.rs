@@ -703,6 +703,11 @@ fn local_layers_are_read() {
     let config = parsed(with(by_type(json!({"rope_type": "default", "rope_theta": 3e4}))));
     let local = config.local.expect("local layers");
     assert_eq!((config.rope.theta, local.rope.theta, local.layers[..2].to_vec()), (2e6, 3e4, vec![false, true]));
+    // Both spellings: the old scaling with the new base.
+    let mut both = with(by_type(json!({"rope_type": "default", "rope_theta": 3e4})));
+    both["rope_scaling"] = json!({"rope_type": "linear", "factor": 8.0});
+    let rope = parsed(both).rope;
+    assert_eq!((rope.theta, rope.scaling), (2e6, RopeScaling::Linear { factor: 8.0 }));
     // As published: within the configuration of a model with a vision tower.
     let inner: serde_json::Map<_, _> = with(json!({"hidden_size": 8, "intermediate_size": 16}))
         .as_object()

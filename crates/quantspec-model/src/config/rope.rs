@@ -36,19 +36,19 @@ pub(super) fn rope(
     head_dim: usize,
     stated_positions: usize,
 ) -> Result<(Rope, usize)> {
-    // If a file has both spellings, the old one wins, as in transformers 5.
+    // If a file has both spellings, the old one wins, as in transformers 5. There it keeps the base of Gemma's new one.
     let old = fields.inner("rope_scaling")?.filter(|inner| !inner.map.is_empty());
-    let scaling = match old {
-        Some(inner) => Some(inner),
-        None if family.gemma => match by_layer_type(fields, "full_attention")? {
-            None if fields.stated("rope_parameters") => return Err(fields.missing("rope_parameters.full_attention")),
-            inner => inner,
-        },
-        None => fields.inner("rope_parameters")?,
+    let by_type = if family.gemma { by_layer_type(fields, "full_attention")? } else { None };
+    let scaling = match (old, by_type) {
+        (Some(inner), _) | (None, Some(inner)) => Some(inner),
+        (None, None) if family.gemma && fields.stated("rope_parameters") => {
+            return Err(fields.missing("rope_parameters.full_attention"));
+        }
+        (None, None) => fields.inner("rope_parameters")?,
     };
-    let theta = match &scaling {
-        Some(inner) if inner.get("rope_theta").is_some() => inner.number("rope_theta", None)?,
-        _ => fields.number("rope_theta", Some(family.theta))?,
+    let theta = match [scaling, by_type].into_iter().flatten().find(|inner| inner.get("rope_theta").is_some()) {
+        Some(inner) => inner.number("rope_theta", None)?,
+        None => fields.number("rope_theta", Some(family.theta))?,
     };
     check_theta(theta)?;
     let dim = rotated(fields, scaling.as_ref(), family, head_dim)?;
