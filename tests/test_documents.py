@@ -131,6 +131,13 @@ def test_a_pdf_in_double_spacing_is_one_paragraph() -> None:
         (b"(10) Tj ET q 2 0 0 -2 0 0 cm BT /F 5 Tf 1 0 0 -1 43 -352 Tm (6) Tj ET Q BT /F 12 Tf", "10⁶"),
         (b"(of 10) Tj /F 8 Tf 4 Ts (6) Tj /F 12 Tf 0 Ts ( m) Tj", "of 10⁶ m"),
         (b"(at 1) Tj /F 8 Tf 20 4 Td (st) Tj", "at 1st"),
+        # At a distance: in another column, a page number after a heading, and a number in several pieces.
+        (b"(Section) Tj /F 8 Tf 200 4 Td (15) Tj", "Section 15"),
+        (
+            b"(Report) Tj ET BT /F 8 Tf 1 0 0 1 130 704 Tm (12) Tj ET BT /F 12 Tf 1 0 0 1 72 686 Tm (a) Tj",
+            "Report 12\na",
+        ),
+        (b"(Call) Tj /F 8 Tf 40 4 Td (555) Tj 14 0 Td (-12) Tj", "Call 555-12"),
         # Not smaller, hardly higher, with a space before them, or of a line above.
         (b"(of 10) Tj /F 12 Tf 27 4.4 Td (6) Tj", "of 106"),
         (b"(of 10) Tj /F 8 Tf 27 1 Td (6) Tj", "of 106"),

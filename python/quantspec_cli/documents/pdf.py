@@ -210,15 +210,19 @@ def _text(page: PageObject, form: Form) -> str:
 
 
 def _with_superscripts(pieces: Iterable[_Piece]) -> Iterator[tuple[str, float]]:
-    """Texts and heights, with raised numbers as superscripts where they follow other text: ten to the sixth is not 106."""
+    """Texts and heights, with raised numbers as superscripts directly after other text: ten to the sixth is not 106."""
     before: _Piece | None = None
     end = " "
+    # No space separates the raised pieces so far from the text before them.
+    joined = True
     for piece in pieces:
         text = piece.text
         if before is not None and before.is_below(piece):
-            text = text if end.isspace() else shifted(text, up=True)
+            # pypdf begins a piece with the space that separates it from the piece before it.
+            joined &= not (end.isspace() or text[0].isspace())
+            text = shifted(text, up=True) if joined else text
         elif text.strip():
-            before = piece
+            before, joined = piece, True
         end = text[-1]
         yield text, piece.height
 
