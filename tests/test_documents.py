@@ -980,6 +980,7 @@ def test_numbers_that_a_style_or_a_distance_raises_are_not_joined_to_others() ->
     styles = (
         f'<w:styles {W}><w:style w:styleId="Up">{up}</w:style><w:style w:styleId="UpToo"><w:basedOn w:val="Up"/></w:style>'
         f'<w:style w:styleId="Raised"><w:rPr><w:position w:val="8"/></w:rPr></w:style>'
+        '<w:style w:styleId="Not"><w:basedOn w:val="Raised"/><w:rPr><w:position w:val="0"/></w:rPr></w:style>'
         f'<w:style w:type="paragraph" w:styleId="P">{up}</w:style>'
         f'<w:style w:styleId="Was"><w:rPr><w:rPrChange>{up}</w:rPrChange></w:rPr></w:style></w:styles>'
     )
@@ -995,9 +996,14 @@ def test_numbers_that_a_style_or_a_distance_raises_are_not_joined_to_others() ->
         after("f", '<w:position w:val="2"/>') + after("g", '<w:position w:val="-8"/>'),
         after("h ", '<w:position w:val="8"/>'),
         run("500", '<w:position w:val="8"/>'),
+        # As Word splits a text into runs.
+        "".join(run(text, '<w:position w:val="8"/>') for text in ("No. 20", "24", "-", "7")) + after(" i", up[7:-8]),
+        after("j", '<w:rStyle w:val="Raised"/><w:position w:val="0"/>') + after("k", '<w:rStyle w:val="Not"/>'),
+        after("l", '<w:vertAlign w:val="baseline"/><w:position w:val="8"/>'),
     ]
     document = word("".join(f"<w:p>{runs}</w:p>" for runs in body) + p("1", '<w:pStyle w:val="P"/>'), styles=styles)
-    assert text_of(document).split("\n\n") == ["a⁶ b⁶", "c6d6", "e⁶⁷", "f6g6", "h 6", "500", "¹"]
+    texts = ["a⁶ b⁶", "c6d6", "e⁶⁷", "f6g6", "h 6", "500", "No. 2024-7 i⁶", "j6k6", "l⁶", "¹"]
+    assert text_of(document).split("\n\n") == texts
 
 
 def test_formulas_are_on_one_line() -> None:

@@ -105,12 +105,31 @@ class _Place:
 
 
 @dataclass
-class _Style(_Place):
+class _Shift:
+    """Vertical shift of characters, by two independent properties; "" and None if they are not set.
+
+    Attributes:
+        align: superscript, subscript or baseline.
+        raised: at least by the distance of a superscript.
+    """
+
+    align: str = ""
+    raised: bool | None = None
+
+    def shift(self, name: str, value: str) -> None:
+        """Sets one of the properties by the name of its element."""
+        if name == "vertAlign":
+            self.align = value
+        else:
+            self.raised = _integer(value, 999) >= _RAISED
+
+
+@dataclass
+class _Style(_Place, _Shift):
     """Properties of a style of paragraphs or characters; None and "" if the style does not set them."""
 
     based_on: str = ""
     hidden: bool | None = None
-    align: str = ""
 
 
 class _Styles(dict[str, _Style]):
@@ -132,10 +151,14 @@ class _Styles(dict[str, _Style]):
     def _sets_hidden(self, name: str) -> bool:
         return next((style.hidden for _, style in self.chain(name) if style.hidden is not None), False)
 
-    def align(self, paragraph: str, run: str) -> str:
-        """The vertical alignment of text with these styles; "" if none sets it."""
+    def shift(self, paragraph: str, run: str) -> _Shift:
+        """The vertical shift of text with these styles."""
         paragraph = paragraph if paragraph in self else self.default
-        return next((style.align for name in (run, paragraph) for _, style in self.chain(name) if style.align), "")
+        chain = [style for name in (run, paragraph) for _, style in self.chain(name)]
+        return _Shift(
+            next((style.align for style in chain if style.align), ""),
+            next((style.raised for style in chain if style.raised is not None), None),
+        )
 
     def chain(self, name: str) -> list[tuple[str, _Style]]:
         """A style, followed by the styles it is based on."""
@@ -167,7 +190,7 @@ def _styles(archive: Archive, paths: list[str]) -> _Styles:
                 styles.hidden = value not in OFF
         elif name in {"vertAlign", "position"}:
             if path[-2:] == ["style", "rPr"]:
-                current.align = _align(name, value) or current.align
+                current.shift(name, value)
         elif name == "name" and current.heading is None:
             lower = value.lower()
             if lower.startswith("heading ") and lower[8:].isdecimal():
@@ -186,11 +209,10 @@ def _styles(archive: Archive, paths: list[str]) -> _Styles:
 
 
 @dataclass
-class _Run:
-    """Properties of a run of characters, or of a paragraph's mark; `hidden` is None if only styles set it."""
+class _Run(_Shift):
+    """Properties of a run of characters, or of a paragraph's mark; None and "" if only styles set them."""
 
     hidden: bool | None = None
-    align: str = ""
     style: str = ""
     # It is in a text box of hidden text.
     enclosed: bool = False
@@ -202,7 +224,7 @@ class _Run:
         elif name == "w:rStyle":
             self.style = value
         else:
-            self.align = _align(name.removeprefix("w:"), value) or self.align
+            self.shift(name.removeprefix("w:"), value)
 
 
 @dataclass
@@ -214,6 +236,8 @@ class _Paragraph(_Place):
     # The break after it is deleted.
     joins: bool = False
     mark: _Run = field(default_factory=_Run)
+    # Its last text is raised and no power.
+    raised: bool = False
 
     def set(self, name: str, value: str) -> None:
         """Sets a property by the name of its element; others are passed over."""
@@ -485,12 +509,19 @@ class _Story:
         if not self._runs:
             return ""
         style, run = self._runs[-1]
-        align = run.align or self._styles.align(style, run.style)
-        if align != "raised":
+        of_styles = self._styles.shift(style, run.style)
+        align = run.align or of_styles.align
+        raised = of_styles.raised if run.raised is None else run.raised
+        if not self._paragraphs:
             return align
-        # Raised text with a place of its own, such as a cell, is no power.
-        before = self._paragraphs[-1].pieces[-1:] if self._paragraphs else []
-        return "superscript" if before and not before[0][-1:].isspace() else ""
+        paragraph = self._paragraphs[-1]
+        if align in {"superscript", "subscript"} or not raised:
+            paragraph.raised = False
+            return align
+        # Raised text with a place of its own, such as a cell, is no power. It may be in several runs.
+        before = paragraph.pieces[-1:]
+        paragraph.raised |= not before or before[0][-1:].isspace()
+        return "" if paragraph.raised else "superscript"
 
     def _finish(self, paragraph: _Paragraph) -> None:
         """Adds a paragraph with its prefix: the number, or the mark of a list, a heading or a note."""
@@ -558,13 +589,6 @@ def _integer(text: str, most: int = 8) -> int:
 def _outline(text: str) -> int:
     """A heading's level: 0 to 8 are outline levels from the top, 9 is body text."""
     return int(text) + 1 if text.isascii() and text.isdecimal() and int(text[:4]) < 9 else 0
-
-
-def _align(name: str, value: str) -> str:
-    """A vertical alignment by one of two properties: superscript, subscript, baseline or raised; "" for a small distance."""
-    if name == "vertAlign":
-        return value
-    return "raised" if _integer(value, 999) >= _RAISED else ""
 
 
 def _symbol(font: str, code: str) -> str:
