@@ -1034,7 +1034,11 @@ def test_formulas_are_on_one_line() -> None:
     assert math(of("limLow", e=r("lim"), lim=r("x→0")) + of("limUpp", e=r("y"), lim=r("2"))) == "lim_(x→0)y²"
     assert math(of("acc", e=r("x")) + of("acc", accPr='<m:chr m:val="\u20d7"/>', e=r("a+b"))) == "x\u0302(a+b)\u20d7"
     assert math(of("bar", e=r("x")) + of("bar", barPr='<m:pos m:val="top"/>', e=r("y"))) == "x\u0332y\u0305"
-    assert math(of("f", fPr='<m:type m:val="noBar"/>', num=r("5"), den=r("2"))) == "C(5, 2)"
+    # Without its bar a fraction is a binomial in round brackets, and two rows elsewhere.
+    stack = of("f", fPr='<m:type m:val="noBar"/>', num=r("i&lt;5"), den=r("j"))
+    assert math(of("d", e=stack) + r("=") + of("d", e=r("2") + stack)) == "C(i<5, j)=(2i<5; j)"
+    assert math(of("nary", naryPr='<m:chr m:val="∑"/>', sub=stack, e=r("a"))) == "∑_(i<5; j) a"
+    assert math(of("d", dPr='<m:begChr m:val="{"/><m:endChr m:val=""/>', e=stack)) == "{i<5; j"
     # The scripts are not those of the 2.
     assert math(r("2") + of("sPre", sub=r("6"), sup=r("14"), e=r("C"))) == "2 ₆¹⁴C"
 
@@ -1047,7 +1051,14 @@ def test_formulas_are_on_one_line() -> None:
         page_math("<semantics><mroot><mi>x</mi><mn>3</mn></mroot><annotation>x^{1/3}</annotation></semantics>") == "³√x"
     )
     assert page_math("<mfenced open='['><mi>a</mi><mi>b</mi></mfenced><msqrt><mn>2</mn></msqrt>") == "[a,b)√2"
-    assert page_math("<mfrac linethickness='0px'><mn>5</mn><mn>2</mn></mfrac>") == "C(5, 2)"
+    stack = "<mfrac linethickness='0px'><mn>5</mn><mn>2</mn></mfrac>"
+    assert page_math(f"<mo>(</mo>{stack}<mo>)</mo><mo>=</mo><mn>10</mn>") == "C(5, 2)=10"
+    brackets = [f"<mrow><mo fence='true'>{bracket}</mo></mrow>" for bracket in "()"]
+    assert page_math(f"<mrow>{brackets[0]}\n<mstyle>{stack}</mstyle>{brackets[1]}</mrow>") == "C(5, 2)"
+    assert page_math(f"<mfenced>{stack}</mfenced><mfenced open='['>{stack}</mfenced>") == "C(5, 2)[5; 2)"
+    assert page_math(f"<munder><mo>∑</mo>{stack}</munder><mi>f</mi><mo>(</mo>{stack}<mi>x</mi><mo>)</mo>") == (
+        "∑_(5; 2)f(5; 2x)"
+    )
     assert page_math("<mfrac linethickness='0.5px'><mn>5</mn><mn>2</mn></mfrac>") == "5/2"
     before = "<mprescripts/><mn>6</mn><mn>14</mn>"
     assert page_math(f"<mn>2</mn><mmultiscripts><mi>C</mi><none/><mn>4</mn>{before}</mmultiscripts>") == "2 ₆¹⁴C⁴"

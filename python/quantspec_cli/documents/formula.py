@@ -1,5 +1,5 @@
 """Formulas of Word (OMML) and of web pages (MathML) on one line: fractions with /, binomials as C(n, k), powers and indices,
-roots, brackets.
+roots, brackets, rows with ; between them.
 
 Without them 1/2 would be read as 12.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from .blocks import shifted
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _DEPTH_MAX = 40
 # Elements of MathML whose characters are not shown: other forms of the formula, and room for them.
 _UNSEEN = frozenset({"annotation", "annotation-xml", "mphantom"})
+# No element, as its name has a space.
+_BINOMIAL = "a binomial"
 _SIMPLE = re.compile(r"\w+|[\d.,]+|")
 # Widths of a fraction's bar that is not drawn.
 _NO_BAR = re.compile(r"0+(\.0*)?([a-z]+|%)?")
@@ -79,14 +81,49 @@ def _row(node: _Node | str) -> str:
     if node.name in _UNSEEN:
         return ""
     form = _FORMS.get(node.name)
-    return "".join(map(_row, node.parts)) if form is None else form(node)
+    return _joined(node) if form is None else form(node)
+
+
+def _joined(node: _Node) -> str:
+    """The parts of an element, each after the other. Round brackets around nothing but a stack are those of a binomial."""
+    parts: list[_Node | str] = []
+    for part in node.parts:
+        parts.append(part)
+        if len(parts) > 2 and _sole(part) == ")" and _is_stack(stack := _sole(parts[-2])) and _sole(parts[-3]) == "(":
+            parts[-3:] = [_Node(_BINOMIAL, {}, [stack])]
+    return "".join(map(_row, parts))
+
+
+def _sole(part: _Node | str) -> _Node | str:
+    """What an element shows, without the elements around it, if it is one part."""
+    while isinstance(part, _Node) and part.name not in _FORMS and len(inner := _content(part)) == 1:
+        part = inner[0]
+    return part
+
+
+def _content(node: _Node) -> list[_Node | str]:
+    return [part for part in node.parts if isinstance(part, str) or not part.name.endswith("Pr")]
+
+
+def _is_stack(part: _Node | str) -> TypeGuard[_Node]:
+    """True for a fraction without a bar."""
+    return isinstance(part, _Node) and (
+        (part.name == "f" and _property(part, "fPr", "type", "") == "noBar")
+        or (part.name == "mfrac" and _NO_BAR.fullmatch(part.values.get("linethickness", "")) is not None)
+    )
 
 
 def _fraction(node: _Node) -> str:
     above, below = _shown(node, 2)
-    if _property(node, "fPr", "type", "") == "noBar" or _NO_BAR.fullmatch(node.values.get("linethickness", "")):
-        return f"C({above}, {below})"
+    if _is_stack(node):
+        return "; ".join(filter(None, (above, below)))
     return f"{_grouped(above)}/{_grouped(below)}"
+
+
+def _binomial(node: _Node) -> str:
+    (stack,) = node.parts
+    assert isinstance(stack, _Node)
+    return f"C({', '.join(_shown(stack, 2))})"
 
 
 def _with_scripts(base: str, sub: str, sup: str) -> str:
@@ -112,7 +149,7 @@ def _grouped(text: str) -> str:
 
 def _shown(node: _Node, count: int) -> list[str]:
     """The first `count` elements of a node; missing ones are empty. More are part of the last."""
-    found = [_row(part) for part in node.parts if isinstance(part, str) or not part.name.endswith("Pr")]
+    found = list(map(_row, _content(node)))
     found += [""] * (count - len(found))
     return [*found[: count - 1], "".join(found[count - 1 :])]
 
@@ -169,9 +206,16 @@ def _root_of_word(node: _Node) -> str:
 
 
 def _brackets(node: _Node) -> str:
-    inner = [_row(part) for part in node.parts if isinstance(part, _Node) and part.name == "e"]
+    inner = [part for part in node.parts if isinstance(part, _Node) and part.name == "e"]
     first, last = (_property(node, "dPr", name, default) for name, default in (("begChr", "("), ("endChr", ")")))
-    return first + _property(node, "dPr", "sepChr", "|").join(inner) + last
+    return _enclosed(first, _property(node, "dPr", "sepChr", "|"), inner, last)
+
+
+def _enclosed(first: str, separator: str, inner: list[_Node | str], last: str) -> str:
+    """Parts in brackets."""
+    if (first, len(inner), last) == ("(", 1, ")") and _is_stack(stack := _sole(inner[0])):
+        return _row(_Node(_BINOMIAL, {}, [stack]))
+    return first + separator.join(map(_row, inner)) + last
 
 
 def _function(node: _Node) -> str:
@@ -214,10 +258,11 @@ def _root(node: _Node) -> str:
 
 def _fenced(node: _Node) -> str:
     separators = "".join(node.values.get("separators", ",").split()) or " "
-    return node.values.get("open", "(") + separators[0].join(map(_row, node.parts)) + node.values.get("close", ")")
+    return _enclosed(node.values.get("open", "("), separators[0], node.parts, node.values.get("close", ")"))
 
 
 _FORMS: dict[str, Callable[[_Node], str]] = {
+    _BINOMIAL: _binomial,
     # OMML.
     "f": _fraction,
     **dict.fromkeys(("sSub", "sSup", "sSubSup"), _of_word),
@@ -238,7 +283,7 @@ _FORMS: dict[str, Callable[[_Node], str]] = {
     **dict.fromkeys(("msub", "munder"), partial(_scripted, up=False)),
     **dict.fromkeys(("msup", "mover"), partial(_scripted, up=True)),
     **dict.fromkeys(("msubsup", "munderover"), _twice_scripted),
-    "msqrt": lambda node: "\N{SQUARE ROOT}" + _grouped("".join(map(_row, node.parts))),
+    "msqrt": lambda node: "\N{SQUARE ROOT}" + _grouped(_joined(node)),
     "mmultiscripts": _multiscripted,
     "mroot": _root,
     "mfenced": _fenced,
