@@ -795,6 +795,8 @@ def test_symbols_of_a_form_are_read() -> None:
     greek = "".join(symbol("Symbol", code) for code in ("F0B3", "F061", "F062", "006D", "F079", "F057", "F07A"))
     raw = word(f"<w:p>{''.join(boxes)}{greek}</w:p>")
     assert prompts.from_bytes("x", raw) == prompts.Document("x", "☐☑☒☑≥αβμψΩζ")
+    formula = "".join(symbol("Symbol", code) for code in ("F044", "003D", "F02D", "F031", "002E", "0035", "F025"))
+    assert text_of(word(f"<w:p>{formula}</w:p>")) == "Δ=−1.5%"
     for code in ("F061", "0061"):
         unknown = prompts.from_bytes("x", word(f"<w:p>{symbol('Webdings', code)}</w:p>"))
         assert (unknown.text, unknown.warnings) == ("\uf061", ("1 symbol not read",))
@@ -937,6 +939,7 @@ def test_wide_and_high_cells_keep_the_columns() -> None:
         "Year | Q1 |  | Q2\n| in | out | in\n2024 | 1 | 2 | 3\nall"
     )
     assert page("<table><tr><td>a<td rowspan=0>b<tr><td>c<td>d</table>") == "a | b\nc | d"
+    assert page("<table><tr><td rowspan=2>a<td>b<tr><td><p>c<p>d</table>") == "a | b\n| c d"
 
     def cell(text: str, span: int = 1) -> str:
         return f'<w:tc><w:tcPr><w:gridSpan w:val="{span}"/></w:tcPr>{p(text)}</w:tc>'
@@ -956,6 +959,10 @@ def test_wide_and_high_cells_keep_the_columns() -> None:
     assert text_of(word(f"<w:tbl>{''.join(f'<w:tr>{row}</w:tr>' for row in rows)}</w:tbl>")) == (
         "A | B | C\n| 2 | 3\n|  | 3"
     )
+    # Page layout: several paragraphs in the only cell with text.
+    cells = f"<w:tc>{p('one')}{p('two')}</w:tc>"
+    indented = f'<w:tr><w:trPr><w:gridBefore w:val="1"/></w:trPr>{cells}</w:tr>'
+    assert text_of(word(f"<w:tbl>{indented}<w:tr>{cells}{cell('')}</w:tr></w:tbl>")) == "one\n\ntwo\n\none\n\ntwo"
 
 
 def test_raised_numbers_are_not_joined_to_others() -> None:

@@ -123,10 +123,14 @@ class Blocks:
         table = self._tables[-1]
         if table.row is None:
             return
+        covered = bool(table.covered)
         cells = table.placed()
-        if not any(cells):
+        filled = [cell for cell in cells if cell]
+        if not filled:
             return
-        if len(cells) > 1 and all(len(cell) <= _CELL_MAX and all(b.flat for b in cell) for cell in cells):
+        # A cell of several paragraphs is page layout if all other cells are empty.
+        alone = len(filled) == 1 and len(filled[0]) > 1 and not covered
+        if len(cells) > 1 and not alone and all(len(cell) <= _CELL_MAX and all(b.flat for b in cell) for cell in cells):
             line = " | ".join(" ".join(" ".join(b.text.split("\n")) for b in cell) for cell in cells)
             table.blocks.append(Block(line.strip(), group=id(table)))
         elif len(cells) == 1 and len(cells[0]) == 1 and cells[0][0].flat:

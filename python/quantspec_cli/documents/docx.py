@@ -38,11 +38,15 @@ _UNSEEN = frozenset(
 _INLINE = {"w:tab": "\t", "w:ptab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\N{NON-BREAKING HYPHEN}"}
 # Greek of the font Symbol, by Latin letter.
 _GREEK = dict(zip(ascii_letters.encode(), "αβχδεφγηιϕκλμνοπθρστυϖωξψζΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ", strict=True))
+# What the font Symbol has in common with ASCII.
+_SHARED = {ord(sign): sign for sign in "%()+,./0123456789:;<=>?[]_{|}"}
 # Characters of symbol fonts, by their number in the font: boxes, ticks and arrows of forms, signs of arithmetic, and Greek.
 _SYMBOLS = {
     "wingdings": dict(zip(bytes.fromhex("6f7172a878fdfefbfcdfe0e8"), "☐☐☐☐☒☒☑✗✓←→→", strict=True)),
     "wingdings 2": dict(zip(bytes.fromhex("a3515354524f50"), "☐☒☒☒☑✗✓", strict=True)),
-    "symbol": _GREEK | dict(zip(bytes.fromhex("a3b3b9bbb0b1b4b7d7a5aede"), "≤≥≠≈°±×•⋅∞→⇒", strict=True)),
+    "symbol": _GREEK
+    | _SHARED
+    | dict(zip(bytes.fromhex("a3b3b9bbb0b1b4b7d7a5aede2d"), "≤≥≠≈°±×•⋅∞→⇒\N{MINUS SIGN}", strict=True)),
 }
 _SYMBOL_FONTS = {*_SYMBOLS, "wingdings 3", "webdings", "zapfdingbats", "mt extra"}
 # Half points by which a superscript is raised at least. Less adjusts text to a line.
