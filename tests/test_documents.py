@@ -739,7 +739,17 @@ def test_numbers_may_be_words_and_ordinals(form: str, start: int, numbers: list[
         '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num></w:numbering>'
     )
     body = p("a", '<w:numPr><w:numId w:val="1"/></w:numPr>') * 2
+
+    def with_language(properties: str) -> list[str]:
+        defaults = f"<w:docDefaults><w:rPrDefault><w:rPr>{properties}</w:rPr></w:rPrDefault></w:docDefaults>"
+        styles = f'<w:styles {W}>{defaults}<w:style w:styleId="a"><w:rPr><w:lang w:val="fr-FR"/></w:rPr></w:style></w:styles>'
+        return text_of(word(body, numbering=numbering, styles=styles)).split("\n")
+
     assert text_of(word(body, numbering=numbering)).split("\n") == [f"Article {number}. a" for number in numbers]
+    for properties in ("", '<w:lang w:eastAsia="ja-JP"/>', '<w:lang w:val="en-GB"/>'):
+        assert with_language(properties) == [f"Article {number}. a" for number in numbers]
+    # Words of another language are not known.
+    assert with_language('<w:lang w:val="es-ES"/>') == [f"Article {start}. a", f"Article {start + 1}. a"]
 
 
 def test_lists_that_refer_to_a_style_or_change_a_level_are_counted() -> None:

@@ -72,7 +72,8 @@ def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
         if path in archive and path not in parts.setdefault(what.rpartition("/")[2], []):
             parts[what.rpartition("/")[2]].append(path)
     styles = _styles(archive, parts.get("styles", []))
-    numbering = Numbering(archive, parts.get("numbering", []))
+    english = not styles.language or styles.language.lower().startswith("en")
+    numbering = Numbering(archive, parts.get("numbering", []), english=english)
     notes: dict[tuple[str, str], int] = {}
 
     def story(path: str) -> str:
@@ -135,6 +136,13 @@ class _Style(_Place, _Shift):
     based_on: str = ""
     hidden: bool | None = None
 
+    def set_of_text(self, name: str, value: str) -> None:
+        """Sets a property of its text by the name of its element."""
+        if name == "vanish":
+            self.hidden = value not in OFF
+        else:
+            self.shift(name, value)
+
 
 class _Styles(dict[str, _Style]):
     """The styles of a document, by id.
@@ -142,10 +150,19 @@ class _Styles(dict[str, _Style]):
     Attributes:
         default: the style of paragraphs without one.
         hidden: the document's defaults hide all text.
+        language: the document's default language; "" if it has none.
     """
 
     default = ""
     hidden = False
+    language = ""
+
+    def set_default(self, name: str, value: str) -> None:
+        """Sets a default of the document by the name of its element; others are passed over."""
+        if name == "vanish":
+            self.hidden = value not in OFF
+        elif name == "lang":
+            self.language = value
 
     def hides(self, table: str, paragraph: str, run: str) -> bool:
         """True if text with these styles is hidden. Each of the three toggles the property, as in Word."""
@@ -186,15 +203,12 @@ def _styles(archive: Archive, paths: list[str]) -> _Styles:
             current = styles.setdefault(identifier, _Style())
             if _attribute(values, "type") == "paragraph" and _attribute(values, "default") not in {"", *OFF}:
                 styles.default = identifier
-        elif name == "vanish":
-            # Elsewhere it belongs to a part of a table, or to previous properties.
+        elif path[-2:] == ["rPrDefault", "rPr"]:
+            styles.set_default(name, value)
+        elif name in {"vanish", "vertAlign", "position"}:
+            # Elsewhere they belong to a part of a table, or to previous properties.
             if path[-2:] == ["style", "rPr"]:
-                current.hidden = value not in OFF
-            elif path[-2:] == ["rPrDefault", "rPr"]:
-                styles.hidden = value not in OFF
-        elif name in {"vertAlign", "position"}:
-            if path[-2:] == ["style", "rPr"]:
-                current.shift(name, value)
+                current.set_of_text(name, value)
         elif name == "name" and current.heading is None:
             lower = value.lower()
             if lower.startswith("heading ") and lower[8:].isdecimal():

@@ -25,6 +25,8 @@ _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 # Ordinals that are more than a cardinal and "th".
 _ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
 _ORDINALS |= {"twelve": "twelfth"}
+# Formats that depend on the language.
+_ENGLISH = {"cardinalText", "ordinalText", "ordinal"}
 _ROMAN_ONES = ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix")
 
 
@@ -76,7 +78,9 @@ class _Number:
 class Numbering:
     """The lists of a document and their current counts."""
 
-    def __init__(self, archive: Archive, paths: list[str]) -> None:
+    def __init__(self, archive: Archive, paths: list[str], *, english: bool = True) -> None:
+        """Reads the lists. Numbers are words and have the endings of ordinals only if the document is in English."""
+        self._english = english
         self._lists: dict[str, _List] = {}
         # The list that defines a list style.
         self._styles: dict[str, str] = {}
@@ -123,7 +127,8 @@ class Numbering:
             value = counts[index]
             if value is None:
                 value = counts[index] = of.start
-            return _formatted(value, "decimal" if here.legal else of.form)
+            form = "decimal" if here.legal else of.form
+            return _formatted(value, form if self._english or form not in _ENGLISH else "decimal")
 
         return re.sub("%([1-9])", count, here.text).strip()
 
