@@ -76,6 +76,9 @@ def test_an_empty_answer_is_done_with_a_warning(fake: Any, quantspec: Run, docs:
 
     fake.answer = ids_of("A thought without an end.")
     assert warning("-n", "3") == "the answer is empty: it was cut inside its thinking block (raise -n or -c)"
+    ended = ids_of("Hm.</think>\n")
+    fake.answer = ended + ids_of("\nEND of it")
+    assert warning("-n", str(len(ended))) == "the answer is empty: it was cut at -n or -c, after its thinking"
     fake.answer = ids_of("Hm.</think>END of it")
     assert warning("--stop", "END") == "the answer is empty: it begins with a stop string"
     fake.answer = [2]

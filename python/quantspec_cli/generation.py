@@ -48,6 +48,7 @@ class Generation:
         stop_reason: "length", "eos", "stop" or "interrupted"; the last one also until a stream's answer ends.
         thinking: text of the thinking block; None if the answer has none.
         logprobs: one for every token; None if they were not requested.
+        thinks: the thinking block is not closed: a limit or an interruption cut it.
     """
 
     prompt_tokens: int
@@ -56,6 +57,7 @@ class Generation:
     stop_reason: str
     thinking: str | None = None
     logprobs: list[TokenLogprob] | None = None
+    thinks: bool = False
 
 
 class Piece(NamedTuple):
@@ -202,7 +204,7 @@ def _generation(prompt: Prompt, text: Text, request: Request) -> Generation:
     if request.sampling["logprobs"] is not None:
         # A round may emit more tokens than the answer takes.
         logprobs = [TokenLogprob(id, *values) for id, values in zip(tokens, request.logprobs, strict=False)]
-    return Generation(len(prompt.ids), tokens, text.text, stop_reason, text.thinking, logprobs)
+    return Generation(len(prompt.ids), tokens, text.text, stop_reason, text.thinking, logprobs, text.thinks)
 
 
 def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: bool) -> None:

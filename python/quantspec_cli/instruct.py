@@ -233,7 +233,7 @@ def truncation_notes(
             continue
         if _repeats(answer.tokens):
             where += ", and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.6"
-        elif answer.thinking is not None and not answer.text:
+        elif answer.thinks:
             where += f", inside its thinking block: {more}"
         yield where
 

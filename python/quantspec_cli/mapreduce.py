@@ -64,8 +64,10 @@ class Call:
 
     def _why_empty(self) -> str:
         match self.generation.stop_reason:
-            case "length" if self.generation.thinking is not None:
+            case "length" if self.generation.thinks:
                 return ": it was cut inside its thinking block (raise -n or -c)"
+            case "length" if self.generation.thinking is not None:
+                return ": it was cut at -n or -c, after its thinking"
             case "stop":
                 return ": it begins with a stop string"
             case _:

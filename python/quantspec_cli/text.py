@@ -81,6 +81,11 @@ class ThinkingBlock:
         """The block's text so far, stripped of line breaks at its ends; None if the text did not begin with a block."""
         return "".join(self._thoughts).strip("\n") if self._found else None
 
+    @property
+    def open(self) -> bool:
+        """True between the block's tags."""
+        return self._place == "inside"
+
     def push(self, text: str) -> str:
         """Adds text. Returns the part known to belong to the answer, without the line breaks after the block."""
         self._held += text
@@ -168,6 +173,11 @@ class Text:
     def thinking(self) -> str | None:
         """The thinking block so far; None if the answer has none."""
         return None if self._block is None else self._block.thinking
+
+    @property
+    def thinks(self) -> bool:
+        """True if the thinking block is not closed so far."""
+        return self._block is not None and self._block.open
 
     def push(self, tokens: Iterable[int]) -> str:
         """Adds the tokens of a round and returns the text to emit. Tokens after the end are dropped."""
