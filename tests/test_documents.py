@@ -1127,6 +1127,8 @@ def test_html_is_decoded_by_what_it_declares() -> None:
         ("euc-kr", "cp949", "똠방각하"),
         ("windows-949", "cp949", "똠방각하"),
         ("Big5", "big5hkscs", "着"),
+        ("Big5", "cp950", "價格 5 €"),
+        ("x-x-big5", "cp950", "價格 5 €"),
         ("tis-620", "cp874", "ไทย – €"),
         ("windows-874", "cp874", "ไทย – €"),
         ("iso-8859-8-i", "iso8859-8", "שלום"),

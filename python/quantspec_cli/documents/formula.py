@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from .blocks import shifted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 # Deeper elements are read as a row of characters.
 _DEPTH_MAX = 40
@@ -211,7 +211,7 @@ def _brackets(node: _Node) -> str:
     return _enclosed(first, _property(node, "dPr", "sepChr", "|"), inner, last)
 
 
-def _enclosed(first: str, separator: str, inner: list[_Node | str], last: str) -> str:
+def _enclosed(first: str, separator: str, inner: Sequence[_Node | str], last: str) -> str:
     """Parts in brackets."""
     if (first, len(inner), last) == ("(", 1, ")") and _is_stack(stack := _sole(inner[0])):
         return _row(_Node(_BINOMIAL, {}, [stack]))

@@ -44,17 +44,19 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _DECLARED = re.compile(rb"""<(?:meta|\?xml)\b[^>]*?\b(?:charset|encoding)\s*=\s*["']?\s*([A-Za-z0-9_.:-]+)""", re.I)
-# Encodings that browsers use for these labels, or for these encodings of Python.
+# Python's nearest encodings to those that browsers use for these labels, or for these encodings of Python.
 _WINDOWS = {
     **dict.fromkeys(("iso8859-1", "ascii"), "cp1252"),
     "iso8859-9": "cp1254",
     **dict.fromkeys(("gb2312", "gbk"), "gb18030"),
     **dict.fromkeys(("shift_jis", "x-sjis", "windows-31j"), "cp932"),
     **dict.fromkeys(("euc_kr", "windows-949"), "cp949"),
-    "big5": "big5hkscs",
+    **dict.fromkeys(("big5", "cn-big5", "x-x-big5"), "big5hkscs"),
     **dict.fromkeys(("tis-620", "iso8859-11", "windows-874"), "cp874"),
     "iso-8859-8-i": "iso8859-8",
 }
+# The Big5 of browsers has the characters of both: those of Hong Kong, and the euro sign of Windows.
+_SECOND = {"big5hkscs": "cp950"}
 _FAMILIES = ("utf-8", "iso8859", "iso2022", "cp", "koi8", "gb", "big5", "euc", "shift_jis", "mac", "ascii", "tis")
 
 
@@ -99,12 +101,15 @@ def _declared(raw: bytes) -> str:
 
 
 def _known(label: str) -> list[str]:
-    """Python's name of a text encoding, if it has one."""
+    """Python's names of a text encoding, if it has any, in the order in which to try them."""
     try:
         encoding = codecs.lookup(_WINDOWS.get(label.lower(), label)).name
     except LookupError:
         return []
-    return [_WINDOWS.get(encoding, encoding)] if encoding.startswith(_FAMILIES) else []
+    if not encoding.startswith(_FAMILIES):
+        return []
+    encoding = _WINDOWS.get(encoding, encoding)
+    return [encoding, *filter(None, [_SECOND.get(encoding)])]
 
 
 def text_of(page: str) -> str:
