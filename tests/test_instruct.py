@@ -326,7 +326,13 @@ def test_recommendations_of_a_checkpoint(tmp_path: Path) -> None:
     assert read(stop_strings="END").stop == read(stop_strings=["END"]).stop == ("END",)
     # Settings that are not supported count if they have an effect, on the kind of text that is decoded.
     off = {"typical_p": 1.0, "num_beams": 1, "bad_words_ids": [], "guidance_scale": None, "min_length": 0}
-    on = {"typical_p": 0.9, "suppress_tokens": [5], "forced_eos_token_id": 0, "min_new_tokens": 1, "dola_layers": "high"}
+    on = {
+        "typical_p": 0.9,
+        "suppress_tokens": [5],
+        "forced_eos_token_id": 0,
+        "min_new_tokens": 1,
+        "dola_layers": "high",
+    }
     assert read(**off, do_sample=True) == Recommended({"temperature": 1.0})
     assert set(read(**on, do_sample=True).unsupported) == set(on)
     assert set(read(**on).unsupported) == {*on} - {"typical_p"}
