@@ -95,14 +95,11 @@ class Tokenizer:
         """Ids of texts that continue others: without the space that some tokenizers put before a text."""
         if not texts:
             return []
-        begin, *found = self.encode_all(
-            [pieces.BEFORE, *texts, *(pieces.BEFORE + text for text in texts)], special=False
-        )
-        alone, after = found[: len(texts)], found[len(texts) :]
+        begin, *found = self.encode_all([pieces.BEFORE, *(pieces.BEFORE + text for text in texts)], special=False)
         return [
             # Of tokenizers that join a line break with the text, the text alone.
-            of_both[len(begin) :] if of_both[: len(begin)] == begin else of_text
-            for of_text, of_both in zip(alone, after, strict=True)
+            ids[len(begin) :] if ids[: len(begin)] == begin else self.encode(text, special=False)
+            for text, ids in zip(texts, found, strict=True)
         ]
 
     def _parts(self, text: str) -> list[str]:
