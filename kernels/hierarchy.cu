@@ -29,9 +29,9 @@
         PlanePieces<PLANES, DEEP * LINEAR_WARPS>{upper, lower, groups}, x, xs, y, groups, tiles, n, rows, \
         (size_t)groups * 128, NextWeights{next, next_bytes});                                             \
   }
-// A warp has four blocks per stage, if registers suffice: with two, waiting for a stage and for the first results took
-// longer than memory for the upper plane. Loading warps hand registers over, so that a norm's block fits next to a
-// GEMM's. Not faster: blocks of half an SM (slower in whole steps of one row), 16 computing warps, one arrival per
+// A warp has four blocks per stage, if registers suffice. With two, waiting for a stage and for its first results takes
+// longer than memory takes for the upper plane. Loading warps hand registers over, so that a norm's block fits next to
+// a GEMM's. Not faster: blocks of half an SM (slower in whole steps of one row), 16 computing warps, one arrival per
 // warp, loading the next stage's codes before the current stage is multiplied, prefetching further weights into L2
 // while all stages are full, SiLU or RoPE in the epilogue.
 PLANE_PIPELINE(both, 2, 1, 2, 2, 4, 4, 3, 2, true, 104, 200200)

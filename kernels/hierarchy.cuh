@@ -27,6 +27,14 @@ template <int PLANES>
 struct GroupCodes {
   uint4 upper, lower;
   uint2 params;
+  // Loads the blocks of both planes, or of the upper one, from shared memory. Returns bits of them (`release_stage`).
+  DEV uint32_t load(uint32_t upper_block, uint32_t lower_block, int lane) {
+    upper = lds128(upper_block + lane * 16);
+    params = lds64(upper_block + UPPER_PARAMS + (lane >> 2) * 8);
+    if constexpr (PLANES == 1) return upper.w | params.x;
+    lower = lds128(lower_block + lane * 16);
+    return upper.w | params.x | lower.w;
+  }
   // {s / 16, z - s/2} of output g + 8 h.
   DEV float2 factors(int h) const {
     const float2 p = unpack_half2(h ? params.y : params.x);
@@ -124,6 +132,7 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
   };
   warp_tiles<NT, DEPTH, RowHalves>(x, y, groups, tiles, n, rows, groups * 128, load, add);
 }
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // Weights for `fill_weights`. One tile of a stage: BLOCKS blocks of the upper plane, then as many of the lower one.
 template <int PLANES, int BLOCKS>
@@ -172,15 +181,8 @@ struct MultiplyPlanes {
       for (int d = 0; d < R::DEEP; d++) {
         const uint32_t tile = stage_at + i * R::HALF;
         const uint32_t piece = d * LINEAR_WARPS + warp;
-        const uint32_t block = tile + piece * UPPER_BLOCK;
-        GroupCodes<PLANES>& group = codes[i][d];
-        group.upper = lds128(block + lane * 16);
-        group.params = lds64(block + UPPER_PARAMS + (lane >> 2) * 8);
-        seen |= group.upper.w | group.params.x;
-        if (PLANES == 2) {
-          group.lower = lds128(tile + R::PIECES * UPPER_BLOCK + piece * LOWER_BLOCK + lane * 16);
-          seen |= group.lower.w;
-        }
+        seen |=
+            codes[i][d].load(tile + piece * UPPER_BLOCK, tile + R::PIECES * UPPER_BLOCK + piece * LOWER_BLOCK, lane);
       }
     return seen;
   }

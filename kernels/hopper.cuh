@@ -220,7 +220,6 @@ DEV void wgmma_wait() {
 // elements, packed to pairs.
 //
 // OUT*: lists of operands, from d[i] on; LIST*: their places in the instruction.
-#define OUT4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OUT8(d, i)                                                                                            \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -250,51 +249,46 @@ DEV void wgmma_wait() {
                "." TYPE " {" LIST "}," A "," B ",p,1,1,0,0;\n}"                                                \
                : OUT                                                                                           \
                : "l"(a), "l"(b), "r"(accumulate))
-// d[64 x N] (+)= A[64 x 16] (registers) B from shared memory, K-major ("0": [N x 16]^T) or N-major ("1": [16 x N]).
-#define WGMMA_REGISTERS(N, TYPE, TRANSPOSED, LIST, P, A, B, OUT)                                               \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p," P ",0;\nwgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE \
-               "." TYPE " {" LIST "},{" A "}," B ",p,1,1," TRANSPOSED ";\n}"                                   \
-               : OUT                                                                                           \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
-// `shared`: both operands from shared memory; `registers`: A in registers. B is K-major.
+// d[64 x N] += A[64 x 16] (registers) B from shared memory, K-major ("0": [N x 16]^T) or N-major ("1": [16 x N]).
+#define WGMMA_REGISTERS(N, TYPE, TRANSPOSED, LIST, A, B, OUT)                                          \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" LIST "},{" A "}," B \
+               ",1,1,1," TRANSPOSED ";"                                                                \
+               : OUT                                                                                   \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+// `shared`: both operands from shared memory; `registers`: A in registers, added to d. B is K-major.
 template <class T>
 struct Wgmma;
-#define WGMMA_TYPE(T, TYPE)                                                                             \
-  template <>                                                                                           \
-  struct Wgmma<T> {                                                                                     \
-    static DEV void shared(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {                   \
-      WGMMA_SHARED("256", TYPE, LIST128, "%130", "%128", "%129", OUT128(d, 0));                         \
-    }                                                                                                   \
-    static DEV void shared(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {                    \
-      WGMMA_SHARED("128", TYPE, LIST64, "%66", "%64", "%65", OUT64(d, 0));                              \
-    }                                                                                                   \
-    static DEV void shared(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {                    \
-      WGMMA_SHARED("64", TYPE, LIST32, "%34", "%32", "%33", OUT32(d, 0));                               \
-    }                                                                                                   \
-    static DEV void shared(float (&d)[4], uint64_t a, uint64_t b, int accumulate) {                     \
-      WGMMA_SHARED("8", TYPE, "%0,%1,%2,%3", "%6", "%4", "%5", OUT4(d, 0));                             \
-    }                                                                                                   \
-    static DEV void registers(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate = 1) { \
-      WGMMA_REGISTERS("128", TYPE, "0", LIST64, "%69", "%64,%65,%66,%67", "%68", OUT64(d, 0));          \
-    }                                                                                                   \
-    static DEV void registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate = 1) { \
-      WGMMA_REGISTERS("64", TYPE, "0", LIST32, "%37", "%32,%33,%34,%35", "%36", OUT32(d, 0));           \
-    }                                                                                                   \
-    static DEV void registers(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate = 1) { \
-      WGMMA_REGISTERS("32", TYPE, "0", LIST16, "%21", "%16,%17,%18,%19", "%20", OUT16(d, 0));           \
-    }                                                                                                   \
+#define WGMMA_TYPE(T, TYPE)                                                             \
+  template <>                                                                           \
+  struct Wgmma<T> {                                                                     \
+    static DEV void shared(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {   \
+      WGMMA_SHARED("256", TYPE, LIST128, "%130", "%128", "%129", OUT128(d, 0));         \
+    }                                                                                   \
+    static DEV void shared(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {    \
+      WGMMA_SHARED("128", TYPE, LIST64, "%66", "%64", "%65", OUT64(d, 0));              \
+    }                                                                                   \
+    static DEV void shared(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {    \
+      WGMMA_SHARED("64", TYPE, LIST32, "%34", "%32", "%33", OUT32(d, 0));               \
+    }                                                                                   \
+    static DEV void registers(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {     \
+      WGMMA_REGISTERS("128", TYPE, "0", LIST64, "%64,%65,%66,%67", "%68", OUT64(d, 0)); \
+    }                                                                                   \
+    static DEV void registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {     \
+      WGMMA_REGISTERS("64", TYPE, "0", LIST32, "%32,%33,%34,%35", "%36", OUT32(d, 0));  \
+    }                                                                                   \
+    static DEV void registers(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {     \
+      WGMMA_REGISTERS("32", TYPE, "0", LIST16, "%16,%17,%18,%19", "%20", OUT16(d, 0));  \
+    }                                                                                   \
   }
 WGMMA_TYPE(Half, "f16");
 WGMMA_TYPE(Bf16, "bf16");
 
 // d[64 x N] += A[64 x 16] (registers, f16) B[16 x N] (shared memory, N-major).
 DEV void wgmma_registers(float (&d)[64], const uint32_t* a, uint64_t b) {
-  constexpr int accumulate = 1;
-  WGMMA_REGISTERS("128", "f16", "1", LIST64, "%69", "%64,%65,%66,%67", "%68", OUT64(d, 0));
+  WGMMA_REGISTERS("128", "f16", "1", LIST64, "%64,%65,%66,%67", "%68", OUT64(d, 0));
 }
 DEV void wgmma_registers(float (&d)[32], const uint32_t* a, uint64_t b) {
-  constexpr int accumulate = 1;
-  WGMMA_REGISTERS("64", "f16", "1", LIST32, "%37", "%32,%33,%34,%35", "%36", OUT32(d, 0));
+  WGMMA_REGISTERS("64", "f16", "1", LIST32, "%32,%33,%34,%35", "%36", OUT32(d, 0));
 }
 
 // d[64 x 8 NT] += A[64 x 16] (registers, f16) B[16 x 8 NT] (shared memory, `Cores`) for few columns. d(t, e) are a

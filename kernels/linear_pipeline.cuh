@@ -26,7 +26,7 @@ constexpr int PIPELINE_AHEAD = 72 << 10, PIPELINE_AHEAD_FIRST = 54 << 10;
 // release theirs.
 constexpr int PIPELINE_ENTRY = 168, PIPELINE_KEPT = 40;
 // Registers of the eight computing warps after that, if all have `entry` at entry.
-constexpr int taken_registers(int entry) {
+__host__ __device__ constexpr int taken_registers(int entry) {
   return ((4 + LINEAR_WARPS) * entry - 4 * PIPELINE_KEPT) / LINEAR_WARPS / 8 * 8;
 }
 // Units of 16 x 8 outputs that are summed at a time.
@@ -309,7 +309,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
       fill_inputs<R>(x, scales, at, pieces, passes, rows, pitch);
     }
   } else {
-    if (R::HAND_OVER) registers_take<taken_registers(R::HAND_OVER)>();
+    if constexpr (R::HAND_OVER > 0) registers_take<taken_registers(R::HAND_OVER)>();
     if (R::CLUSTER > 1) cluster_wait();
     grid_wait();
     multiply_tiles<R, Multiply>(at, sums, y, pieces, own_tiles, passes, n, rows, warp, lane, g, c);

@@ -165,6 +165,26 @@ struct WideInputs {
   int lane;
 };
 
+// acc += a group: sums of codes times inputs, times both scales, plus zero times the sum of inputs. sum(i): of element
+// i; of, of8: {scale, zero} of outputs g and g + 8; row_sums as in WideInputs. Returns `seen` and bits of what was
+// loaded.
+template <int D, class Sum>
+DEV uint32_t add_rows(float (&acc)[D], uint32_t row_sums, int c, float2 of, float2 of8, uint32_t seen, Sum sum) {
+#pragma unroll
+  for (int j = 0; j < D / 4; j++) {
+    const uint4 s = lds128(row_sums + (j * 8 + 2 * c) * 8);
+    seen |= s.x;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float scale = __uint_as_float(e ? s.z : s.x), x_sum = __uint_as_float(e ? s.w : s.y);
+      float &y = acc[4 * j + e], &y8 = acc[4 * j + 2 + e];
+      y = add_group(y, __int2float_rn(sum(4 * j + e)), of.x, scale, of.y, x_sum);
+      y8 = add_group(y8, __int2float_rn(sum(4 * j + 2 + e)), of8.x, scale, of8.y, x_sum);
+    }
+  }
+  return seen;
+}
+
 // Draft weights: a lane's codes of 16 outputs and one group, and their scales and zeros.
 template <int BITS>
 struct DraftGroup {
@@ -198,27 +218,14 @@ struct DraftGroup {
     for (int s = 0; s < 4; s++) wgmma_codes(d, a[s][0], a[s][1], a[s][2], a[s][3], b + 2 * s, s > 0);
     wgmma_commit();
   }
-  // acc += the group: code sums times both scales, plus zero times the sum of inputs. Returns bits of all that was
-  // loaded (`release_stage`).
+  // acc += the group. Returns bits of all that was loaded (`release_stage`).
   template <int D>
-  DEV uint32_t add(float (&acc)[D], const int (&d)[D], uint32_t scales, int c) const {
-    const float2 low = unpack_half2(params.x), high = unpack_half2(params.y);
-    const float upper_scale = BITS == 4 ? high.x * 0.0625f : high.x;
-    uint32_t seen = params.x;
-#pragma unroll
-    for (int j = 0; j < D / 4; j++) {
-      const uint4 s = lds128(scales + (j * 8 + 2 * c) * 8);
-      seen |= s.x;
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float scale = __uint_as_float(e ? s.z : s.x), sum = __uint_as_float(e ? s.w : s.y);
-        const int lower = d[4 * j + e], upper = BITS == 4 ? d[4 * j + 2 + e] - lower : d[4 * j + 2 + e];
-        float &y = acc[4 * j + e], &y8 = acc[4 * j + 2 + e];
-        y = add_group(y, __int2float_rn(lower), low.x, scale, low.y, sum);
-        y8 = add_group(y8, __int2float_rn(upper), upper_scale, scale, high.y, sum);
-      }
-    }
-    return seen;
+  DEV uint32_t add(float (&acc)[D], const int (&d)[D], uint32_t row_sums, int c) const {
+    const float2 low = unpack_half2(params.x);
+    float2 high = unpack_half2(params.y);
+    if (BITS == 4) high.x *= 0.0625f;
+    auto sum = [&](int i) { return BITS == 4 && (i & 2) ? d[i] - d[i - 2] : d[i]; };
+    return add_rows(acc, row_sums, c, low, high, params.x, sum);
   }
   // acc += `block` (in shared memory) x the inputs. Returns bits of what was loaded.
   template <int D>
@@ -287,9 +294,7 @@ struct PlaneGroup {
   static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, const WideInputs& in) {
     const int lane = in.lane;
     GroupCodes<PLANES> codes;
-    codes.upper = lds128(block + lane * 16);
-    codes.params = lds64(block + UPPER_PARAMS + (lane >> 2) * 8);
-    if (PLANES == 2) codes.lower = lds128(block + UPPER_BLOCK + lane * 16);
+    codes.load(block, block + UPPER_BLOCK, lane);
     uint32_t a[2][4];
     int d[D];
 #pragma unroll
@@ -310,21 +315,8 @@ struct PlaneGroup {
     for (int s = 0; s < 2; s++) wgmma_codes(d, a[s][0], a[s][1], a[s][2], a[s][3], b + 4 + 2 * s, 1);
     wgmma_commit();
     const float2 of = codes.factors(0), of8 = codes.factors(1);
-    uint32_t seen = codes.params.x;
     wgmma_wait<0>();
-#pragma unroll
-    for (int j = 0; j < D / 4; j++) {
-      const uint4 v = lds128(in.row_sums + (j * 8 + 2 * (lane & 3)) * 8);
-      seen |= v.x;
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float scale = __uint_as_float(e ? v.z : v.x), sum = __uint_as_float(e ? v.w : v.y);
-        float &y = acc[4 * j + e], &y8 = acc[4 * j + 2 + e];
-        y = add_group(y, __int2float_rn(d[4 * j + e]), of.x, scale, of.y, sum);
-        y8 = add_group(y8, __int2float_rn(d[4 * j + 2 + e]), of8.x, scale, of8.y, sum);
-      }
-    }
-    return seen;
+    return add_rows(acc, in.row_sums, lane & 3, of, of8, codes.params.x, [&](int i) { return d[i]; });
   }
 };
 
